@@ -1,0 +1,21 @@
+"""The engine's knobs. Built by `app` from `ServiceConfig` (and, for pool sizes, from the byte budget); trusted inside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One data-parallel group's limits. Units: tokens, pages, slots."""
+
+    max_model_len: int  # longest prompt + generation of one request
+    page_size: int = 64  # tokens in an MLA page
+    num_pages: int  # pages of the pool
+    num_slots: int  # KDA state slots: running rows + cached checkpoints
+    max_running: int = 64  # rows in one step
+    max_batched_tokens: int = 2048  # token budget of a step
+    max_queued: int = 256  # waiting requests per group before QueueFull
+    prefix_cache: bool = True
+    checkpoint_interval: int = 8192  # tokens between interval checkpoints of a prefill
+    run_ahead: int = 1  # steps submitted beyond the one whose result is awaited: 0 or 1
