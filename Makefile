@@ -1,0 +1,46 @@
+# The same verbs for people, hooks and CI. `make` lists them.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+OURS   := app chat engine model kernels cluster deployments autoscaling
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test test-gpu lint types size lock clean
+
+help:  ## list the verbs
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(READY): requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, found " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $(READY)
+
+setup: $(READY)  ## virtual environment from the lock file
+
+serve: $(READY)  ## serve on http://127.0.0.1:8000 (the embedded tiny K3; ARGS="model=DIR tp=2 ep=2 …")
+	$(BIN)/k3 serve $(ARGS)
+
+test: $(READY)  ## everything that runs on a CPU
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+test-gpu: $(READY)  ## the kernels' and engine's GPU tests
+	$(BIN)/python -m pytest -q -m gpu
+
+lint: $(READY)  ## ruff: style and imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)  ## mypy
+	$(BIN)/mypy
+
+size: $(READY)  ## lines per package against the budget
+	@$(BIN)/python -m benchmarks.size $(OURS)
+
+lock: $(READY)  ## write requirements.lock from the environment
+	$(BIN)/pip freeze --exclude-editable | sed -E 's/^(torch==[0-9.]+)\+.*/\1/' > requirements.lock
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

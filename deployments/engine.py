@@ -1,0 +1,124 @@
+"""`EngineReplica`: one supernode's (or node's, or laptop's) engine behind Serve. Decides; imports no torch.
+
+A request is one long unary call of `generate` that returns its `Usage`: Serve counts, queues, drains and cancels it. Its tokens
+leave by the token channel, one message a step for all requests of an ingress. Errors of ours are returned as values, so that a
+refusal costs no traceback in the logs and arrives with its fields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from ray.util import get_current_placement_group
+
+from deployments.shard_group import ShardGroup
+from deployments.spec import EngineSpec
+from deployments.token_channel import Control, ControlKind, StreamAddress, TokenSender
+from engine.errors import K3Error
+from engine.executor import Executor
+from engine.loop import EngineLoop
+from engine.stats import EngineStats
+from engine.types import GenerateRequest, TokenChunk, Usage
+
+logger = logging.getLogger("ray.serve")
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request between its call and its last chunk."""
+
+    address: StreamAddress
+    done: asyncio.Future[Usage | K3Error]
+
+
+class EngineReplica:
+    """Serve deployment. `executor` is injected by tests and benchmarks; otherwise the replica starts its own shards."""
+
+    async def __init__(self, spec: EngineSpec, executor: Executor | None = None) -> None:
+        self._spec = spec
+        self._open: dict[str, _Open] = {}  # by request id
+        self._by_stream: dict[str, str] = {}  # stream id → request id
+        self._group = None if executor else await ShardGroup.start(spec.shards, get_current_placement_group())
+        self._sender = TokenSender(self._on_control)
+        self._loop = EngineLoop(
+            spec.engine,
+            executor or self._group,
+            groups=spec.shards.num_groups,
+            fingerprint=spec.fingerprint,
+            deliver=self._deliver,
+        )
+        self._loop.start()
+
+    async def generate(self, request: GenerateRequest, address: StreamAddress) -> Usage | K3Error:
+        """Runs one request to its end; tokens go to `address`. Cancelling the call cancels the request."""
+        if self._loop.failure is not None:
+            return self._loop.failure
+        entry = _Open(address, asyncio.get_running_loop().create_future())
+        self._open[request.request_id] = entry
+        self._by_stream[address.stream] = request.request_id
+        try:
+            self._sender.send([(address, TokenChunk(request_id=request.request_id))])  # shows the ingress whom to send controls
+            self._loop.submit(request)
+            return await entry.done
+        except K3Error as error:
+            return error
+        except asyncio.CancelledError:
+            self._loop.cancel(request.request_id)
+            raise
+        finally:
+            self._open.pop(request.request_id, None)
+            self._by_stream.pop(address.stream, None)
+
+    async def stats(self) -> EngineStats:
+        return self._loop.stats()
+
+    async def shard_pids(self) -> list[int]:
+        return await self._group.pids() if self._group else []
+
+    async def check_health(self) -> None:
+        """Serve replaces a replica whose group is lost."""
+        if self._loop.failure is not None:
+            raise self._loop.failure
+
+    async def drain(self) -> None:
+        """Waits until every request has ended."""
+        await self._loop.drain()
+
+    async def __del__(self) -> None:
+        await self._loop.stop()
+        if self._group:
+            await self._group.close()
+        await self._sender.close()
+
+    def _deliver(self, chunks: list[TokenChunk], failures: dict[str, K3Error]) -> None:
+        """Called by the loop after each step."""
+        batch = [(self._open[c.request_id].address, c) for c in chunks if c.request_id in self._open]
+        for address in self._sender.send(batch) if batch else ():
+            self._cancel(address.stream)
+        for chunk in chunks:
+            entry = self._open.get(chunk.request_id)
+            if entry and chunk.finish is not None and not entry.done.done():
+                entry.done.set_result(chunk.usage or Usage(prompt_tokens=0))
+        for request_id, error in failures.items():
+            entry = self._open.get(request_id)
+            if entry and not entry.done.done():
+                entry.done.set_result(error)
+
+    def _on_control(self, control: Control) -> None:
+        request_id = self._by_stream.get(control.stream)
+        if request_id is None:
+            return
+        match control.kind:
+            case ControlKind.CANCEL:
+                self._cancel(control.stream)
+            case ControlKind.PAUSE:
+                self._loop.pause(request_id)
+            case ControlKind.RESUME:
+                self._loop.resume(request_id)
+
+    def _cancel(self, stream: str) -> None:
+        request_id = self._by_stream.get(stream)
+        if request_id is not None:
+            self._loop.cancel(request_id)

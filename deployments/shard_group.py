@@ -1,0 +1,181 @@
+"""The executor that is real shards: starts them, sends one message a step, and fails as one.
+
+A step is one actor call to rank 0; the plan goes on from there by a broadcast among the ranks (`deployments.lockstep`). The group is
+lost when any rank's actor dies, raises, does not answer pings, or a step outlasts its time. Whoever notices first aborts
+the process groups of all survivors, which unblocks them at once, and every caller gets one clear `ShardLost`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from deployments.shard import Shard
+from deployments.spec import ShardSpec
+from deployments.wire import decode_result, encode_plan
+from engine.errors import ConfigError, K3Error, ShardLost
+from engine.plan import StepPlan, StepResult
+
+logger = logging.getLogger("ray.serve")
+WAIT_LOG_S = 10.0
+
+
+class ShardGroup:
+    """An `engine.executor.Executor`. Create with `await ShardGroup.start(...)`, end with `await close()`."""
+
+    def __init__(self, spec: ShardSpec, actors: list[Any]) -> None:
+        self._spec = spec
+        self._actors = actors
+        self._lost: ShardLost | None = None
+        self._closing = False
+        self._pending = 0
+        self._watchers: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def start(cls, spec: ShardSpec, placement_group: PlacementGroup | None = None) -> ShardGroup:
+        """Places, joins and loads all shards. Raises ConfigError/CheckpointError for what the operator must mend, ShardLost otherwise."""
+        actors = [_place(spec, rank, placement_group) for rank in range(spec.shards)]
+        group = cls(spec, actors)
+        try:
+            await _observed([a.ping.remote() for a in actors], f"{spec.shards} shard actors to be placed")
+            url = await actors[0].endpoint.remote()
+            await _observed([a.join.remote(url) for a in actors], f"{spec.shards} ranks to meet at {url}")
+            seconds = await _observed([a.load.remote() for a in actors], f"weights of {spec.model_dir}")
+        except Exception as error:
+            group.kill()
+            raise _cause(error) from None
+        logger.info("shards ready: %d (tp=%d, groups=%d), weights in %.1f s", spec.shards, spec.tp, spec.num_groups, max(seconds))
+        group._watchers = [
+            *(asyncio.create_task(group._watch_follower(rank)) for rank in range(1, spec.shards)),
+            asyncio.create_task(group._heartbeat()),
+        ]
+        return group
+
+    @property
+    def lost(self) -> ShardLost | None:
+        return self._lost
+
+    async def pids(self) -> list[int]:
+        """Process ids by rank: for operators and for tests that kill one."""
+        return list(await asyncio.gather(*(_value(actor.ping.remote()) for actor in self._actors)))
+
+    async def run(self, plan: StepPlan) -> StepResult:
+        if self._lost:
+            raise self._lost
+        self._pending += 1
+        try:
+            ref = self._actors[0].step.remote(encode_plan(plan))
+            payload = await asyncio.wait_for(_value(ref), self._spec.step_timeout_s)
+            return decode_result(payload)
+        except asyncio.CancelledError:
+            raise
+        except TimeoutError:
+            raise self._fail(
+                ShardLost(f"step {plan.step} took longer than step_timeout_s={self._spec.step_timeout_s:g}: a shard hangs")
+            ) from None
+        except Exception as error:
+            raise self._fail(error) from None
+        finally:
+            self._pending -= 1
+
+    async def close(self) -> None:
+        """Releases the ranks in order, then ends the actors. Idempotent."""
+        self._closing = True
+        for task in self._watchers:
+            task.cancel()
+        if self._lost is None and self._spec.shards > 1:
+            try:
+                await asyncio.wait_for(_value(self._actors[0].stop.remote()), 5)
+            except Exception as error:
+                logger.warning("shards did not stop in order: %s", error)
+        self.kill()
+
+    def kill(self) -> None:
+        self._closing = True
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def _fail(self, error: BaseException) -> ShardLost:
+        """Marks the group lost once, with the first cause, and unblocks the survivors."""
+        if self._lost is None:
+            cause = _cause(error)
+            self._lost = cause if isinstance(cause, ShardLost) else ShardLost(str(cause))
+            if not self._closing:
+                logger.error("shard group lost: %s", self._lost)
+                for actor in self._actors:
+                    actor.abort.remote()
+        return self._lost
+
+    async def _watch_follower(self, rank: int) -> None:
+        try:
+            await self._actors[rank].follow.remote()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if not self._closing:
+                self._fail(error)
+
+    async def _heartbeat(self) -> None:
+        """Pings every shard; keeps an idle group's transport awake."""
+        period = self._spec.heartbeat_s
+        while self._lost is None:
+            await asyncio.sleep(period)
+            answers = [_value(actor.ping.remote()) for actor in self._actors]
+            if self._pending == 0 and self._spec.shards > 1:
+                answers.append(_value(self._actors[0].keepalive.remote()))
+            try:
+                await asyncio.wait_for(asyncio.gather(*answers), self._spec.ping_timeout_s)
+            except TimeoutError:
+                self._fail(ShardLost(f"a shard did not answer within ping_timeout_s={self._spec.ping_timeout_s:g}: it hangs"))
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:
+                self._fail(error)
+
+
+def _place(spec: ShardSpec, rank: int, placement_group: PlacementGroup | None) -> Any:
+    options: dict[str, Any] = {"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus}
+    if placement_group is not None:
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=rank + 1)
+    return Shard.options(**options).remote(spec, rank)  # type: ignore[attr-defined]
+
+
+async def _observed(refs: list[Any], what: str) -> list[Any]:
+    """Awaits all; says every ten seconds what it is waiting for. The first error wins."""
+    begin, futures = time.monotonic(), [asyncio.ensure_future(_value(ref)) for ref in refs]
+    try:
+        pending = set(futures)
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=WAIT_LOG_S, return_when=asyncio.FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            if pending:
+                logger.info(
+                    "waiting for %s: %d of %d done after %.0f s", what, len(refs) - len(pending), len(refs), time.monotonic() - begin
+                )
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+async def _value(ref: Any) -> Any:
+    return await ref
+
+
+def _cause(error: BaseException) -> K3Error:
+    """The error of ours inside what Ray wrapped around it; anything else becomes a ShardLost in words."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ConfigError | ShardLost):
+            return type(seen)(str(seen.cause if hasattr(seen, "cause") else seen))
+        seen = getattr(seen, "cause", None) or seen.__cause__
+    if isinstance(error, ray.exceptions.RayActorError):
+        return ShardLost(f"a shard's process died: {str(error).splitlines()[0]}")
+    return ShardLost(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}")

@@ -1,0 +1,41 @@
+"""What one engine replica is made of: plain values, computed by `app` from `ServiceConfig` and the checkpoint's config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSpec:
+    """One replica's shards. `shards` ranks hold all experts between them; `tp` consecutive ranks share the heads of one DP group."""
+
+    model_dir: str
+    tp: int
+    shards: int
+    device: str  # "cpu" | "cuda"
+    dtype: str  # compute dtype of weights and latents: "float32" | "bfloat16"
+    page_size: int
+    num_pages: int
+    num_slots: int
+    num_cpus: float  # logical CPUs a shard actor reserves
+    threads: int  # torch intra-op threads of a shard
+    step_timeout_s: float  # a step, or silence between ranks, longer than this is a hang
+    heartbeat_s: float  # period of pings and of words to idle ranks
+    ping_timeout_s: float  # a shard that does not answer a ping for so long is a hang
+
+    @property
+    def num_groups(self) -> int:
+        return self.shards // self.tp
+
+    @property
+    def num_gpus(self) -> int:
+        return 1 if self.device == "cuda" else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    shards: ShardSpec
+    engine: EngineConfig
+    fingerprint: str  # hex digest of the model's identity: the root of every lineage

@@ -1,0 +1,212 @@
+"""Tokens from an engine replica to an ingress: one socket per pair, one message a step for all requests of the pair.
+
+Serve costs about a millisecond a message, so only the call that starts and ends a request goes through Serve. The ingress
+listens (`TokenReceiver`); its address and a random stream id travel inside that call; the replica connects back (`TokenSender`).
+On the same socket the ingress sends controls: cancel, and pause/resume for a reader that is slower than the engine.
+
+A stream id is 128 random bits known to the two ends only; frames for unknown ids are dropped. Payloads are typed msgpack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from engine.errors import ReplicaLost
+from engine.types import TokenChunk
+
+logger = logging.getLogger("ray.serve")
+HIGH_WATER = 256  # chunks waiting for one reader before its request pauses
+LOW_WATER = 64
+SOCKET_BACKLOG = 100_000  # messages toward an ingress that does not read before it counts as gone
+
+
+@dataclass(frozen=True, slots=True)
+class StreamAddress:
+    """Where a request's tokens go."""
+
+    endpoint: str  # tcp://host:port of the ingress
+    stream: str
+
+
+class ControlKind(StrEnum):
+    CANCEL = "cancel"
+    PAUSE = "pause"
+    RESUME = "resume"
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    kind: ControlKind
+    stream: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    stream: str
+    chunk: TokenChunk
+
+
+_encoder = msgspec.msgpack.Encoder()
+_deliveries = msgspec.msgpack.Decoder(list[Delivery])
+_control = msgspec.msgpack.Decoder(Control)
+
+
+class TokenStream:
+    """The ingress's end of one request. `get` returns the next chunk; `fail` ends the stream with an error."""
+
+    def __init__(self, receiver: TokenReceiver, address: StreamAddress) -> None:
+        self.address = address
+        self._receiver = receiver
+        self._queue: asyncio.Queue[TokenChunk | BaseException] = asyncio.Queue()
+        self._peer: bytes | None = None  # the replica's socket identity, known from its first message
+        self._paused = False
+        self._cancelled = False
+
+    async def get(self) -> TokenChunk:
+        item = await self._queue.get()
+        if self._paused and self._queue.qsize() <= LOW_WATER:
+            self._paused = False
+            self._control(ControlKind.RESUME)
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def fail(self, error: BaseException) -> None:
+        self._queue.put_nowait(error)
+
+    def cancel(self) -> None:
+        """Tells the replica, now or as soon as its first message shows who it is."""
+        self._cancelled = True
+        self._control(ControlKind.CANCEL)
+
+    def close(self) -> None:
+        self._receiver.forget(self)
+
+    @property
+    def has_peer(self) -> bool:
+        return self._peer is not None
+
+    def deliver(self, peer: bytes, chunk: TokenChunk) -> None:
+        self._peer = peer
+        if self._cancelled:
+            self._control(ControlKind.CANCEL)
+            return
+        self._queue.put_nowait(chunk)
+        if not self._paused and self._queue.qsize() >= HIGH_WATER:
+            self._paused = True
+            self._control(ControlKind.PAUSE)
+
+    def _control(self, kind: ControlKind) -> None:
+        if self._peer is not None:
+            self._receiver.send(self._peer, Control(kind, self.address.stream))
+
+
+class TokenReceiver:
+    """The listening end, one per ingress process. `start` inside the running loop; `close` when done."""
+
+    def __init__(self, host: str) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, SOCKET_BACKLOG)
+        self._socket.setsockopt(zmq.RCVHWM, SOCKET_BACKLOG)
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self.endpoint = f"tcp://{host}:{port}"
+        self._streams: dict[str, TokenStream] = {}
+        self._task = asyncio.get_running_loop().create_task(self._receive())
+
+    def open(self) -> TokenStream:
+        stream = TokenStream(self, StreamAddress(self.endpoint, uuid.uuid4().hex))
+        self._streams[stream.address.stream] = stream
+        return stream
+
+    def forget(self, stream: TokenStream) -> None:
+        self._streams.pop(stream.address.stream, None)
+
+    def send(self, peer: bytes, control: Control) -> None:
+        if not _sent(self._socket.send_multipart([peer, _encoder.encode(control)], flags=zmq.NOBLOCK)):
+            logger.warning("could not send %s to an engine replica", control.kind)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        for stream in list(self._streams.values()):
+            stream.fail(ReplicaLost("the ingress is shutting down"))
+        self._socket.close(linger=0)
+        self._context.term()
+
+    async def _receive(self) -> None:
+        while True:
+            peer, payload = await self._socket.recv_multipart()
+            try:
+                deliveries = _deliveries.decode(payload)
+            except msgspec.MsgspecError:
+                logger.warning("dropped a malformed message on the token channel")
+                continue
+            for delivery in deliveries:
+                stream = self._streams.get(delivery.stream)
+                if stream is not None:
+                    stream.deliver(peer, delivery.chunk)
+                elif delivery.chunk.finish is None:
+                    self.send(peer, Control(ControlKind.CANCEL, delivery.stream))  # nobody reads it any more
+
+
+class TokenSender:
+    """The replica's end: one socket per ingress it has met. `on_control` runs in the loop for every control message."""
+
+    def __init__(self, on_control: Callable[[Control], None]) -> None:
+        self._context = zmq.asyncio.Context()
+        self._on_control = on_control
+        self._sockets: dict[str, zmq.asyncio.Socket] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def send(self, deliveries: list[tuple[StreamAddress, TokenChunk]]) -> list[StreamAddress]:
+        """One message to each ingress concerned. Returns the addresses whose ingress takes no more (it is gone): cancel them."""
+        by_endpoint: defaultdict[str, list[Delivery]] = defaultdict(list)
+        for address, chunk in deliveries:
+            by_endpoint[address.endpoint].append(Delivery(address.stream, chunk))
+        gone: list[StreamAddress] = []
+        for endpoint, batch in by_endpoint.items():
+            if not _sent(self._connect(endpoint).send(_encoder.encode(batch), flags=zmq.NOBLOCK)):
+                gone += [StreamAddress(endpoint, delivery.stream) for delivery in batch]
+        return gone
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        for socket in self._sockets.values():
+            socket.close(linger=1000)
+        await asyncio.to_thread(self._context.term)
+
+    def _connect(self, endpoint: str) -> zmq.asyncio.Socket:
+        socket = self._sockets.get(endpoint)
+        if socket is None:
+            socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.SNDHWM, SOCKET_BACKLOG)
+            socket.setsockopt(zmq.RCVHWM, SOCKET_BACKLOG)
+            socket.connect(endpoint)
+            self._sockets[endpoint] = socket
+            self._tasks[endpoint] = asyncio.get_running_loop().create_task(self._controls(socket))
+        return socket
+
+    async def _controls(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            payload = await socket.recv()
+            try:
+                self._on_control(_control.decode(payload))
+            except msgspec.MsgspecError:
+                logger.warning("dropped a malformed control on the token channel")
+
+
+def _sent(outcome: asyncio.Future[object]) -> bool:
+    """Whether a NOBLOCK send went into the socket's buffer: pyzmq answers at once, through a finished future."""
+    return not (outcome.done() and outcome.exception() is not None)
