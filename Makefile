@@ -40,7 +40,7 @@ size: $(READY)  ## lines per package against the budget
 	@$(BIN)/python -m benchmarks.size $(OURS)
 
 lock: $(READY)  ## write requirements.lock from the environment
-	$(BIN)/pip freeze --exclude-editable | sed -E 's/^(torch==[0-9.]+)\+.*/\1/' > requirements.lock
+	$(BIN)/pip freeze --all --exclude pip --exclude-editable | sed -E 's/^(torch==[0-9.]+)\+.*/\1/' > requirements.lock
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -36,8 +36,8 @@ def pool_sizes(
     need = -(-max_model_len // page_size)
     if num_pages < need:
         raise ConfigError(
-            f"one request of max_model_len={max_model_len} needs {need} pages of {page_size} tokens, but the cache budget of {budget:,} bytes a "
-            f"shard holds {num_pages} pages ({cost.page:,} B each) beside {num_slots} state slots ({cost.slot:,} B each): "
+            f"one request of max_model_len={max_model_len} needs {need} pages of {page_size} tokens, but the cache budget of "
+            f"{budget:,} bytes a shard holds {num_pages} pages ({cost.page:,} B each) beside {num_slots} slots ({cost.slot:,} B each): "
             "raise cache_bytes or lower max_model_len"
         )
     if num_slots < 2:

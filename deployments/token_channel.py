@@ -163,8 +163,9 @@ class TokenReceiver:
 class TokenSender:
     """The replica's end: one socket per ingress it has met. `on_control` runs in the loop for every control message."""
 
-    def __init__(self, on_control: Callable[[Control], None]) -> None:
+    def __init__(self, on_control: Callable[[Control], None], backlog: int = SOCKET_BACKLOG) -> None:
         self._context = zmq.asyncio.Context()
+        self._backlog = backlog
         self._on_control = on_control
         self._sockets: dict[str, zmq.asyncio.Socket] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -191,8 +192,8 @@ class TokenSender:
         socket = self._sockets.get(endpoint)
         if socket is None:
             socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.SNDHWM, SOCKET_BACKLOG)
-            socket.setsockopt(zmq.RCVHWM, SOCKET_BACKLOG)
+            socket.setsockopt(zmq.SNDHWM, self._backlog)
+            socket.setsockopt(zmq.RCVHWM, self._backlog)
             socket.connect(endpoint)
             self._sockets[endpoint] = socket
             self._tasks[endpoint] = asyncio.get_running_loop().create_task(self._controls(socket))

@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "cluster": {"engine.types", "engine.errors", "engine.config", "model.config", "model.weights"},
     "autoscaling": {"engine.types", "engine.stats", "engine.routing", "cluster.planner"},
     "deployments": {"engine", "cluster", "model.config"},
-    "app": {"chat", "engine", "model.config", "model.weights", "cluster", "deployments", "autoscaling"},
+    "app": {"chat", "engine", "model.config", "model.weights", "model.fingerprint", "cluster", "deployments", "autoscaling"},
 }
 FORBIDDEN: dict[str, set[str]] = {
     "kernels": {"ray", "fastapi", "boto3", "transformers"},

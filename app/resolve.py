@@ -1,0 +1,144 @@
+"""`ServiceConfig` + checkpoint + cluster → what the deployments are made of. All that can be refused at start is refused here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.config import ServiceConfig
+from app.default_model import ensure_default_model
+from chat.tokenizer import TINY_TOKENIZER_DIR, Tokenizer
+from cluster.pools import PoolBytes, pool_sizes
+from deployments.spec import EngineSpec, ShardSpec
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from model.config import ModelConfig
+from model.fingerprint import checkpoint_fingerprint
+from model.weights import Shard, check_checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What the HTTP edge must know of the model."""
+
+    max_model_len: int
+    vocab_size: int
+    tokenizer_dir: str | None  # None: token ids only
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServicePlan:
+    engine: EngineSpec
+    served: Served
+
+
+def resolve(config: ServiceConfig, *, gpus: int | None = None) -> ServicePlan:
+    """`gpus`: accelerators of the cluster; None asks Ray. Raises ConfigError, CheckpointError."""
+    model_dir = config.model or ensure_default_model()
+    model = ModelConfig.from_dir(model_dir)
+    Shard(tp_size=config.tp_size, ep_size=config.shards).check(model)
+    tensors = check_checkpoint(model_dir, model)
+    device = _device(config, _cluster_gpus() if gpus is None else gpus)
+    dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
+    element = 4 if dtype == "float32" else 2
+    max_model_len = config.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise ConfigError(f"max_model_len={max_model_len} exceeds the checkpoint's max_position_embeddings={model.max_position_embeddings}")
+    cost = PoolBytes(
+        page=config.page_size * model.mla_token_bytes(element),
+        slot=(model.kda_state_bytes() + model.conv_state_bytes(element)) // config.tp_size,
+    )
+    if config.max_model_len is None:
+        max_model_len = _affordable(max_model_len, cost, config)
+    pools = pool_sizes(
+        cost,
+        budget=int(config.cache_bytes),
+        page_size=config.page_size,
+        max_running=config.max_running,
+        max_model_len=max_model_len,
+        num_pages=config.num_pages,
+        num_slots=config.num_slots,
+    )
+    tokenizer_dir = _tokenizer_dir(config, model_dir)
+    tokenizer = Tokenizer.from_dir(tokenizer_dir) if tokenizer_dir else None
+    if tokenizer and tokenizer.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer in {tokenizer_dir} has {tokenizer.vocab_size} ids, the checkpoint's vocabulary only {model.vocab_size}: "
+            "its ids would index past the embedding; name the checkpoint's own tokenizer"
+        )
+    return ServicePlan(
+        engine=EngineSpec(
+            shards=ShardSpec(
+                model_dir=str(model_dir),
+                tp=config.tp_size,
+                shards=config.shards,
+                device=device,
+                dtype=dtype,
+                page_size=config.page_size,
+                num_pages=pools.num_pages,
+                num_slots=pools.num_slots,
+                num_cpus=config.shard_num_cpus,
+                threads=max(1, round(config.shard_num_cpus)),
+                step_timeout_s=config.shard_timeout_s,
+                heartbeat_s=config.heartbeat_s,
+                ping_timeout_s=max(5.0, 3 * config.heartbeat_s),
+            ),
+            engine=EngineConfig(
+                max_model_len=max_model_len,
+                page_size=config.page_size,
+                num_pages=pools.num_pages,
+                num_slots=pools.num_slots,
+                max_running=min(config.max_running, pools.num_slots - 1),
+                max_batched_tokens=config.max_batched_tokens,
+                max_queued=config.max_queued,
+                prefix_cache=config.prefix_cache,
+                checkpoint_interval=config.checkpoint_interval,
+                run_ahead=config.run_ahead,
+            ),
+            fingerprint=checkpoint_fingerprint(model, tensors.values()),
+        ),
+        served=Served(
+            max_model_len=max_model_len,
+            vocab_size=model.vocab_size,
+            tokenizer_dir=str(tokenizer_dir) if tokenizer_dir else None,
+            eos_token_ids=tuple(tokenizer.stop_ids) if tokenizer else (model.eos_token_id,),
+        ),
+    )
+
+
+def _cluster_gpus() -> int:
+    import ray
+
+    return int(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0
+
+
+def _device(config: ServiceConfig, gpus: int) -> str:
+    need = config.shards * config.replicas
+    if config.device == "cuda" and gpus < need:
+        raise ConfigError(f"device=cuda needs {need} accelerators ({config.replicas} replicas of {config.shards} shards), Ray sees {gpus}")
+    if config.device == "auto":
+        return "cuda" if gpus >= need else "cpu"
+    return config.device
+
+
+def _affordable(longest: int, cost: PoolBytes, config: ServiceConfig) -> int:
+    """The model's context, cut to the page pool when the operator named no length."""
+    sizes = pool_sizes(
+        cost,
+        budget=int(config.cache_bytes),
+        page_size=config.page_size,
+        max_running=config.max_running,
+        max_model_len=config.page_size,
+        num_pages=config.num_pages,
+        num_slots=config.num_slots,
+    )
+    return min(longest, sizes.num_pages * config.page_size)
+
+
+def _tokenizer_dir(config: ServiceConfig, model_dir: Path) -> Path | None:
+    if config.tokenizer is not None:
+        return config.tokenizer
+    if config.model is None:
+        return TINY_TOKENIZER_DIR
+    return model_dir if (model_dir / "tiktoken.model").exists() else None
