@@ -21,16 +21,27 @@ class ChatError(ValueError):
         self.param = param
 
 
+@dataclass(frozen=True, slots=True)
+class ImageSize:
+    """What a prompt says about an image: its size before resizing, and the pads that its features take (`image_grid(…).pads`)."""
+
+    width: int
+    height: int
+    pads: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Everything that determines a prompt."""
+    """Everything that determines a prompt. `messages` stay as the client sent them; nothing here is changed in place."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str | Mapping[str, Any] = "auto"  # auto | none | required | {"type": "function", "function": {"name": …}}
     response_format: Mapping[str, Any] | None = None
     thinking: bool = True
-    effort: str = "max"  # low | high | max
+    effort: str | None = "max"  # low | high | max; None = no effort message (a server always says one)
+    images: Mapping[tuple[int, int], ImageSize] = field(default_factory=dict)  # (message, part) of each `image_url` part → its size
+    generation_prompt: bool = True  # open the assistant's turn at the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +69,9 @@ class Prompt:
     ids: tuple[int, ...]
     segments: tuple[Segment, ...]
     opened: Channel  # the channel that the prompt leaves open: where parsing starts
+    starts: tuple[int, ...] = ()  # starts[i] = where messages[i] begins; one more entry: where all that follows the messages begins
     boundaries: tuple[int, ...] = ()  # positions after which segments vanish from the next turn's prompt
-    images: tuple[ImageSlot, ...] = field(default=())
+    images: tuple[ImageSlot, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
