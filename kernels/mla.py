@@ -1,0 +1,64 @@
+"""Multi-head latent attention over paged latents, in the absorbed form: one latent-wide key and value per token for all heads.
+
+score[t, h, s] = query[t, h] . latent[s] * scale for s <= t; out[t, h] = sum_s softmax(score)_s latent[s][:value_dim]. fp32 inside.
+Source: DeepSeek-V2 (arXiv 2405.04434) absorption; K3 keeps the shared key dims unrotated (facts on K3's architecture, section 7).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.checks import check_device, check_shape
+
+QUERY_BLOCK = 256  # tokens whose scores are held at once
+
+
+def mla_decode(query: Tensor, latents: Tensor, page_tables: Tensor, lengths: Tensor, value_dim: int, scale: float) -> Tensor:
+    """One new token per sequence: query [N, heads, D], latents [pages, page_size, D], page_tables [N, P], lengths [N] -> [N, heads, value_dim].
+
+    Sequence i attends positions [0, lengths[i]); its own latent is already in its page. Output fp32.
+    """
+    _check(query, latents, page_tables, lengths=lengths)
+    keys, valid = _gather(latents, page_tables, lengths)
+    scores = (query.float() @ keys.transpose(1, 2)) * scale  # [N, heads, S]
+    p = torch.softmax(scores.masked_fill(~valid.unsqueeze(1), float("-inf")), -1)
+    return p @ keys[..., :value_dim]
+
+
+def mla_prefill(
+    query: Tensor, latents: Tensor, page_tables: Tensor, cu_seqlens: Tensor, lengths: Tensor, value_dim: int, scale: float
+) -> Tensor:
+    """A run of new tokens per sequence: query [T, heads, D], cu_seqlens [N + 1], lengths [N] after this step -> [T, heads, value_dim] fp32.
+
+    The tokens of sequence i are its last ones; each attends every position up to its own.
+    """
+    _check(query, latents, page_tables, lengths=lengths, cu_seqlens=cu_seqlens)
+    out = torch.empty(*query.shape[:-1], value_dim, dtype=torch.float32, device=query.device)
+    bounds, page_size = cu_seqlens.tolist(), latents.shape[1]
+    for i, length in enumerate(lengths.tolist()):
+        pages = page_tables[i, : -(-length // page_size)]
+        keys = latents[pages].flatten(0, 1)[:length].float()  # [S, D]
+        for begin in range(bounds[i], bounds[i + 1], QUERY_BLOCK):
+            end = min(begin + QUERY_BLOCK, bounds[i + 1])
+            seen = length - (bounds[i + 1] - end)  # positions that the block's last token attends
+            position = torch.arange(length - (bounds[i + 1] - begin), seen, device=query.device)
+            scores = torch.einsum("thd,sd->hts", query[begin:end].float(), keys[:seen]) * scale
+            future = torch.arange(seen, device=query.device) > position[:, None]
+            p = torch.softmax(scores.masked_fill(future, float("-inf")), -1)
+            out[begin:end] = torch.einsum("hts,sd->thd", p, keys[:seen, :value_dim])
+    return out
+
+
+def _gather(latents: Tensor, page_tables: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """-> keys [N, S, D] fp32, zeros where there is none (unwritten memory may hold anything), valid [N, S]."""
+    page_size = latents.shape[1]
+    keys = latents[page_tables].flatten(1, 2).float()
+    valid = torch.arange(page_tables.shape[1] * page_size, device=latents.device) < lengths[:, None]
+    return keys.masked_fill(~valid.unsqueeze(-1), 0), valid
+
+
+def _check(query: Tensor, latents: Tensor, page_tables: Tensor, **indices: Tensor) -> None:
+    check_shape("latents", latents, None, None, query.shape[-1])
+    check_shape("page_tables", page_tables, indices["lengths"].shape[0], None)
+    check_device(query, latents=latents, page_tables=page_tables, **indices)

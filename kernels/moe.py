@@ -1,0 +1,77 @@
+"""Mixture of experts: SiTU, the router's top-k, and the packed MLPs of the local experts.
+
+Source: facts on K3's architecture, section 8. Activations stay unquantised (W4A16).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.checks import check_device, check_shape
+from kernels.mxfp4 import dequantise
+
+
+def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+    """[beta tanh(gate / beta) sigmoid(gate)] * [linear_beta tanh(up / linear_beta)], fp32 inside, in gate's dtype; any one shape."""
+    check_shape("up", up, *gate.shape)
+    g, u = gate.float(), up.float()
+    if linear_beta is not None:
+        u = linear_beta * torch.tanh(u / linear_beta)
+    return (beta * torch.tanh(g / beta) * torch.sigmoid(g) * u).to(gate.dtype)
+
+
+def route(logits: Tensor, bias: Tensor, top_k: int, renormalise: bool, factor: float) -> tuple[Tensor, Tensor]:
+    """logits [T, E] fp32, bias [E] -> (ids [T, k] int32, weights [T, k] fp32).
+
+    Selection by sigmoid(logits) + bias; weights from the sigmoid alone, divided by their sum when `renormalise`, times `factor`.
+    """
+    check_shape("bias", bias, logits.shape[-1])
+    scores = torch.sigmoid(logits.float())
+    ids = torch.topk(scores + bias, top_k, dim=-1).indices
+    weights = scores.gather(-1, ids)
+    if renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids.int(), weights * factor
+
+
+def grouped_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13_packed: Tensor,
+    w13_scale: Tensor,
+    w2_packed: Tensor,
+    w2_scale: Tensor,
+    first_expert: int,
+    beta: float,
+    linear_beta: float | None,
+) -> Tensor:
+    """The local experts' part of sum_e w_e W2_e situ(W1_e x, W3_e x), in fp32.
+
+    x [T, D]; ids, weights [T, k] over all experts; w13_packed [E, 2F, D/2], w13_scale [E, 2F, D/32] (gate rows, then up rows),
+    w2_packed [E, D, F/2], w2_scale [E, D, F/32]: experts first_expert ... first_expert + E - 1 -> [T, D] fp32.
+    """
+    experts, twice, _ = w13_packed.shape
+    check_shape("weights", weights, x.shape[0], None)
+    check_shape("ids", ids, *weights.shape)
+    check_shape("w13_packed", w13_packed, None, twice, x.shape[1] // 2)
+    check_shape("w2_packed", w2_packed, experts, x.shape[1], twice // 4)
+    check_device(x, ids=ids, weights=weights, w13_packed=w13_packed, w2_packed=w2_packed)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    local = ids.flatten().long() - first_expert
+    local = torch.where((local < 0) | (local >= experts), experts, local)  # elsewhere: sorted to the end
+    order = torch.argsort(local, stable=True)
+    pairs = torch.bincount(local, minlength=experts + 1)[:experts].tolist()
+    tokens, scale = order // ids.shape[1], weights.flatten().float()[order]
+    begin = 0
+    for expert, count in enumerate(pairs):
+        if count == 0:
+            continue
+        rows = tokens[begin : begin + count]  # distinct: a token chooses an expert once
+        hidden = x[rows] @ dequantise(w13_packed[expert], w13_scale[expert], x.dtype).T
+        hidden = situ(*hidden.chunk(2, -1), beta, linear_beta)
+        y = hidden @ dequantise(w2_packed[expert], w2_scale[expert], x.dtype).T
+        out.index_add_(0, rows, y.float() * scale[begin : begin + count, None])
+        begin += count
+    return out
