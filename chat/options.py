@@ -1,4 +1,4 @@
-"""Request fields → thinking on or off, and how hard. Implementations disagree about most spellings; the choices are K3's own tests' where they exist."""
+"""Request fields → thinking on or off, and how hard. Implementations differ; where K3's own tests say something, they decide."""
 
 from __future__ import annotations
 
@@ -15,17 +15,12 @@ _OFF = "none"
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
-    """`effort` is low, high or max; None = thinking is off."""
-
-    effort: str | None
-
-    @property
-    def enabled(self) -> bool:
-        return self.effort is not None
+class Options:
+    thinking: bool
+    effort: str | None  # low, high or max; None without thinking
 
 
-def read_thinking(request: Mapping[str, Any]) -> Thinking:
+def read_options(request: Mapping[str, Any]) -> Options:
     """Reads `thinking`, `reasoning_effort` and `chat_template_kwargs` of a chat request; other fields are not looked at.
 
     An explicit switch wins over an effort of "none"; `thinking.effort` wins over `reasoning_effort`. `thinking.keep` is not read:
@@ -46,8 +41,8 @@ def read_thinking(request: Mapping[str, Any]) -> Thinking:
         False if effort == _OFF else None,
     ]
     if not next((s for s in switches if s is not None), True):
-        return Thinking(None)
-    return Thinking(DEFAULT_EFFORT if effort in (None, _OFF) else effort)
+        return Options(thinking=False, effort=None)
+    return Options(thinking=True, effort=DEFAULT_EFFORT if effort in (None, _OFF) else effort)
 
 
 def _mapping(request: Mapping[str, Any], key: str) -> Mapping[str, Any]:
