@@ -21,7 +21,10 @@ L2_EPS = 1e-6
 
 
 def kda_gate(f: Tensor, a_log: Tensor, dt_bias: Tensor, lower_bound: float) -> Tensor:
-    """Log-decay g = lower_bound * sigmoid(exp(a_log) * (f + dt_bias)): f [T, heads * K], a_log [heads], dt_bias [heads * K] -> [T, heads, K] fp32."""
+    """Log-decay g = lower_bound * sigmoid(exp(a_log) * (f + dt_bias)).
+
+    f [T, heads * K], a_log [heads], dt_bias [heads * K] -> [T, heads, K] fp32.
+    """
     heads = a_log.shape[0]
     check_shape("dt_bias", dt_bias, f.shape[-1])
     x = (f.float() + dt_bias).view(f.shape[0], heads, f.shape[1] // heads)
@@ -40,10 +43,10 @@ def kda_recurrent(
     q, k, v, decay, beta = _normalise(q) * q.shape[-1] ** -0.5, _normalise(k), v.float(), g.float().exp(), beta.float()
     s = _read(state, read_slots)  # [N, heads, K, V]
     o = torch.empty_like(v)
-    bounds = cu_seqlens.tolist()
-    for step in range(max((b - a for a, b in zip(bounds, bounds[1:], strict=False)), default=0)):
-        active = [i for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)) if a + step < b]
-        everyone = len(active) == len(bounds) - 1
+    lengths = cu_seqlens.diff().tolist()
+    for step in range(max(lengths, default=0)):
+        active = [i for i, n in enumerate(lengths) if step < n]
+        everyone = len(active) == len(lengths)
         t = cu_seqlens[:-1] + step if everyone else cu_seqlens[torch.tensor(active, device=q.device)] + step
         now = s if everyone else s[active]
         now = now * decay[t].unsqueeze(-1)

@@ -15,9 +15,9 @@ QUERY_BLOCK = 256  # tokens whose scores are held at once
 
 
 def mla_decode(query: Tensor, latents: Tensor, page_tables: Tensor, lengths: Tensor, value_dim: int, scale: float) -> Tensor:
-    """One new token per sequence: query [N, heads, D], latents [pages, page_size, D], page_tables [N, P], lengths [N] -> [N, heads, value_dim].
+    """One new token per sequence: query [N, heads, D], latents [pages, page_size, D] -> [N, heads, value_dim] fp32.
 
-    Sequence i attends positions [0, lengths[i]); its own latent is already in its page. Output fp32.
+    Sequence i attends positions [0, lengths[i]) in the pages page_tables[i] ([N, P]); its own latent is already there.
     """
     _check(query, latents, page_tables, lengths=lengths)
     keys, valid = _gather(latents, page_tables, lengths)

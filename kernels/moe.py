@@ -11,6 +11,8 @@ from torch import Tensor
 from kernels.checks import check_device, check_shape
 from kernels.mxfp4 import dequantise
 
+BLOCK_ELEMENTS = 1 << 22  # packed bytes of gate and up weights that are dequantised at once
+
 
 def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
     """[beta tanh(gate / beta) sigmoid(gate)] * [linear_beta tanh(up / linear_beta)], fp32 inside, in gate's dtype; any one shape."""
@@ -58,20 +60,22 @@ def grouped_experts(
     check_shape("w13_packed", w13_packed, None, twice, x.shape[1] // 2)
     check_shape("w2_packed", w2_packed, experts, x.shape[1], twice // 4)
     check_device(x, ids=ids, weights=weights, w13_packed=w13_packed, w2_packed=w2_packed)
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    top_k = ids.shape[1]
     local = ids.flatten().long() - first_expert
     local = torch.where((local < 0) | (local >= experts), experts, local)  # elsewhere: sorted to the end
-    order = torch.argsort(local, stable=True)
-    pairs = torch.bincount(local, minlength=experts + 1)[:experts].tolist()
-    tokens, scale = order // ids.shape[1], weights.flatten().float()[order]
-    begin = 0
-    for expert, count in enumerate(pairs):
-        if count == 0:
-            continue
-        rows = tokens[begin : begin + count]  # distinct: a token chooses an expert once
-        hidden = x[rows] @ dequantise(w13_packed[expert], w13_scale[expert], x.dtype).T
-        hidden = situ(*hidden.chunk(2, -1), beta, linear_beta)
-        y = hidden @ dequantise(w2_packed[expert], w2_scale[expert], x.dtype).T
-        out.index_add_(0, rows, y.float() * scale[begin : begin + count, None])
-        begin += count
-    return out
+    order = torch.argsort(local, stable=True)  # (token, choice) pairs by expert
+    counts = torch.bincount(local, minlength=experts + 1)[:experts]
+    begins = counts.cumsum(0) - counts
+    contributions = torch.zeros(ids.numel(), x.shape[1], dtype=torch.float32, device=x.device)
+    hit = counts.nonzero().flatten()
+    for block in hit.split(max(1, BLOCK_ELEMENTS // w13_packed[:1].numel())):
+        lane = torch.arange(int(counts[block].max()), device=x.device)
+        valid = lane < counts[block, None]  # [n, m]: experts of this block by their tokens
+        pairs = order[(begins[block, None] + lane).masked_fill(~valid, 0)]
+        hidden = x[pairs // top_k] @ dequantise(w13_packed[block], w13_scale[block], x.dtype).transpose(1, 2)  # [n, m, 2F]
+        gate, up = hidden.chunk(2, -1)
+        hidden = situ(gate, up, beta, linear_beta)
+        y = hidden @ dequantise(w2_packed[block], w2_scale[block], x.dtype).transpose(1, 2)
+        contributions[pairs[valid]] = y[valid].float()
+    # One place per (token, choice) and one fixed order of addition: the same on every device.
+    return (contributions.view(x.shape[0], top_k, -1) * weights.float().unsqueeze(-1)).sum(1)

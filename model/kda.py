@@ -61,12 +61,11 @@ class KDA(nn.Module):
         q, k, v = qkv.view(-1, 3, self.heads, self.head_dim).unbind(1)
         n = now.num_decode
         o = torch.empty_like(v)
-        if n:
-            parts = (x[:n] for x in (q, k, v, g, beta))
-            o[:n] = kda_recurrent(*parts, state, now.read_slots[:n], now.write_slots[:n], now.cu_seqlens[: n + 1])
-        if n < now.read_slots.shape[0]:
-            parts = (x[n:] for x in (q, k, v, g, beta))
-            o[n:] = kda_chunk(*parts, state, now.read_slots[n:], now.write_slots[n:], now.cu_seqlens[n:] - n)
+        for kernel, piece, first in ((kda_recurrent, slice(0, n), 0), (kda_chunk, slice(n, None), n)):
+            read, write = now.read_slots[piece], now.write_slots[piece]
+            if read.shape[0]:
+                bounds = now.cu_seqlens[first : first + read.shape[0] + 1] - first
+                o[piece] = kernel(q[piece], k[piece], v[piece], g[piece], beta[piece], state, read, write, bounds)
         if now.copy_to is not None:
             state[now.copy_to] = state[now.copy_from]
             conv_state[now.copy_to] = conv_state[now.copy_from]

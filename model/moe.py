@@ -1,4 +1,4 @@
-"""LatentMoE, in token order: route, project down, local experts of everybody's tokens, sum over ranks, norm, project up, add the shared MLP."""
+"""LatentMoE, in token order: route, project down, local experts over all tokens, sum over ranks, norm, project up, add the shared MLP."""
 
 from __future__ import annotations
 

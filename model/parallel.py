@@ -78,7 +78,7 @@ class Mesh:
         return torch.cat(parts).movedim(0, -1)
 
     def gather_groups(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> tuple[Tensor, ...]:
-        """Each [own tokens, …] -> [all groups' tokens, …], groups in order; group i has counts[i] tokens. One collective for all tensors."""
+        """Each [own tokens, …] -> [all groups' tokens, …] in order of groups, of counts[i] tokens. One collective for all tensors."""
         if self.groups == 1:
             return tuple(tensors)
         columns = [t.contiguous().view(t.shape[0], -1).view(torch.uint8) for t in tensors]

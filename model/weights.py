@@ -115,8 +115,8 @@ def layer_specs(c: ModelConfig, layer: int) -> list[TensorSpec]:
     """Everything of a layer but its routed experts."""
     at = f"layers.{layer}."
     h = c.hidden_size
-    vectors = {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,)}
-    vectors |= _attn_res(c, "self_attention_res") | _attn_res(c, "mlp_res")
+    norms: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,)}
+    vectors = norms | _attn_res(c, "self_attention_res") | _attn_res(c, "mlp_res")
     return [
         *_whole(PREFIX + at, at, "vectors", vectors),
         *(_kda(c, at) if c.is_kda(layer) else _mla(c, at)),
