@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from chat.types import ChatError
 from engine.errors import EngineFailure, InvalidRequest, K3Error, QueueFull
@@ -75,7 +76,8 @@ def describe(error: BaseException) -> Failure:
         case InvalidRequest():
             return Failure(400, "invalid_request_error", str(error), error.param, error.code)
         case ChatError():
-            return Failure(400, "invalid_request_error", str(error), error.param)
+            message = f"{error.param}: {error}" if error.param else str(error)
+            return Failure(400, "invalid_request_error", message, error.param)
         case ValidationError():
             return _invalid_fields(error)
         case QueueFull():
@@ -87,6 +89,8 @@ def describe(error: BaseException) -> Failure:
         case HTTPException():
             kind = "invalid_request_error" if error.status_code < 500 else "server_error"
             return Failure(error.status_code, kind, str(error.detail), headers=error.headers or {})
+        case ClientDisconnect():
+            return Failure(499, "invalid_request_error", "the client went away")
         case _:
             incident = f"err_{secrets.token_hex(8)}"
             logger.error("internal error %s", incident, exc_info=error)

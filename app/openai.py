@@ -98,13 +98,21 @@ class Sampled(Wire):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class ChatRequest(Sampled):
-    """/v1/chat/completions. How thinking and effort are asked for is read by `chat.options` from the raw body."""
+class Rendered(Wire):
+    """Fields that shape the prompt. Their inside is read by `chat`."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice = None  # str | mapping
     response_format: dict[str, Any] | None = None
+    thinking: Any = None
+    reasoning_effort: Any = None
+    chat_template_kwargs: Any = None
+
+
+class ChatRequest(Rendered, Sampled):
+    """/v1/chat/completions."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=INT64)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -133,21 +141,19 @@ class CompletionRequest(Sampled):
     return_tokens_as_token_ids: bool | None = None
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> list[str | list[int]]:
         """One entry a prompt."""
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if single else self.prompt
 
 
-class TokenizeRequest(Wire):
+class TokenizeRequest(Rendered):
     """/tokenize, vLLM's shape: either `prompt`, or `messages` as a chat request has them."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = Field(None, min_length=1)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: ToolChoice = None  # str | mapping
-    response_format: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
     return_token_strs: bool | None = None
 
 

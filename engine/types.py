@@ -72,7 +72,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChunk:
-    """New tokens of one request. The last chunk of a stream carries `finish` and `usage`."""
+    """New tokens of one request. The last chunk of a stream carries `finish` and `usage`; the first carries `usage` too, since what was
+    cached is known at admission and clients are told before the tokens."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()

@@ -1,0 +1,87 @@
+"""The routes: which path means what. Each reads a body, asks the service, and answers in its dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from app.adapter import Caller
+from app.auth import ApiKeys
+from app.errors import describe, openai_error
+from app.http import Dialect, Reply, RequestIds, read_json
+from app.service import Answer, Service, Stream
+
+Ask = Callable[[Service, dict[str, Any], Caller], Awaitable[Answer | Stream]]
+Hook = Callable[[], Awaitable[Response]]
+
+
+def _data(frame: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(frame) + b"\n\n"
+
+
+OPENAI = Dialect(error=openai_error, frame=_data, error_frame=lambda failure: _data(openai_error(failure)), done=b"data: [DONE]\n\n")
+
+
+def build_api(
+    get_service: Callable[[], Service],
+    *,
+    keys: ApiKeys | None = None,
+    max_body_bytes: int = 8 * 2**20,
+    health: Hook | None = None,
+    metrics: Hook | None = None,
+) -> FastAPI:
+    """The HTTP application. `get_service` is called a request, so that the app can be built before its service lives.
+
+    `health` and `metrics` answer /health and /metrics (404 without them); both are open, everything else wants a key when there are keys.
+    """
+    api = FastAPI(title="Kimi K3", docs_url=None, redoc_url=None, openapi_url=None)
+    api.add_middleware(RequestIds)
+    known = keys or ApiKeys(())
+
+    def post(path: str, ask: Ask, dialect: Dialect = OPENAI) -> None:
+        async def route(request: Request) -> Response:
+            try:
+                caller = Caller(request_id=request.scope["request_id"], tenant=known.tenant(request.headers))
+                body = await read_json(request, max_body_bytes)
+            except Exception as error:
+                return _error(error, dialect)
+            return Reply(lambda: ask(get_service(), body, caller), dialect)
+
+        api.add_api_route(path, route, methods=["POST"], response_class=Response, name=path)
+
+    def get(path: str, ask: Callable[[Service, Request], Answer]) -> None:
+        async def route(request: Request) -> Response:
+            try:
+                known.tenant(request.headers)
+                return Response(orjson.dumps(ask(get_service(), request).body), media_type="application/json")
+            except Exception as error:
+                return _error(error, OPENAI)
+
+        api.add_api_route(path, route, methods=["GET"], response_class=Response, name=path)
+
+    post("/v1/chat/completions", lambda service, body, caller: service.chat(body, caller))
+    post("/v1/completions", lambda service, body, caller: service.completions(body, caller))
+    post("/tokenize", lambda service, body, caller: service.tokenize(body))
+    post("/detokenize", lambda service, body, caller: service.detokenize(body))
+    get("/v1/models", lambda service, request: service.models())
+    get("/v1/models/{name:path}", lambda service, request: service.model(request.path_params["name"]))
+    for path, hook in (("/health", health), ("/metrics", metrics)):
+        if hook is not None:
+            api.add_api_route(path, hook, methods=["GET"], response_class=Response, name=path)
+    api.add_exception_handler(HTTPException, _refused)
+    api.add_exception_handler(Exception, _refused)
+    return api
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, and whatever a hook raises."""
+    return _error(error, OPENAI)
+
+
+def _error(error: Exception, dialect: Dialect) -> Response:
+    failure = describe(error)
+    return Response(orjson.dumps(dialect.error(failure)), failure.status, dict(failure.headers), "application/json")

@@ -1,0 +1,107 @@
+"""From engine streams to one stream of updates: choices interleave, and closing it cancels whatever still runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+
+from app.choice import Choice, Update
+from engine.client import EngineClient
+from engine.types import GenerateRequest
+
+
+class Updates:
+    """The updates of all choices of one API request, in the order they come. Must be closed, also when it was never read."""
+
+    def __init__(self, engine: EngineClient, work: Sequence[tuple[GenerateRequest, Choice]]) -> None:
+        streams = [_choice(engine, request, choice) for request, choice in work]
+        self._source = streams[0] if len(streams) == 1 else _interleaved(streams)
+        self._next: asyncio.Future[Update | None] | None = None
+
+    async def ready(self, patience_s: float) -> Update | None:
+        """The first update, which stays in the stream; None when it did not come in time. Raises what the engine raised instead.
+
+        Until here nothing was sent, so a refusal can still be an ordinary HTTP error.
+        """
+        return await self._peek(patience_s)
+
+    async def _peek(self, patience_s: float | None) -> Update | None:
+        if self._next is None:
+            self._next = asyncio.ensure_future(_anext(self._source))
+        done, _ = await asyncio.wait({self._next}, timeout=patience_s)
+        return self._next.result() if done else None
+
+    async def __aiter__(self) -> AsyncIterator[Update]:
+        if self._next is not None:
+            first = await self._next
+            self._next = None
+            if first is None:
+                return
+            yield first
+        async for update in self._source:
+            yield update
+
+    async def with_pauses(self, every_s: float) -> AsyncIterator[Update | None]:
+        """Like iterating, with a None whenever nothing came for `every_s` seconds: the moment for a keep-alive."""
+        while True:
+            update = await self._peek(every_s)
+            if update is None and not (self._next and self._next.done()):
+                yield None
+                continue
+            self._next = None
+            if update is None:
+                return
+            yield update
+
+    async def aclose(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            await asyncio.wait({self._next})
+            if not self._next.cancelled():
+                self._next.exception()  # seen: the reader is gone and cannot be told
+        await self._source.aclose()
+
+
+async def _anext(source: AsyncGenerator[Update, None]) -> Update | None:
+    return await anext(source, None)
+
+
+async def _choice(engine: EngineClient, request: GenerateRequest, choice: Choice) -> AsyncGenerator[Update, None]:
+    async with aclosing(engine.stream(request)) as chunks:
+        async for chunk in chunks:
+            update = choice.push(chunk)
+            yield update
+            if update.finish is not None:
+                return
+
+
+async def _interleaved(streams: Sequence[AsyncGenerator[Update, None]]) -> AsyncGenerator[Update, None]:
+    """Fair and bounded: a stream waits for its last update to be taken before it asks the engine for the next."""
+    queue: asyncio.Queue[Update | Exception | None] = asyncio.Queue(maxsize=len(streams))
+
+    async def pump(stream: AsyncGenerator[Update, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for update in stream:
+                    await queue.put(update)
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.ensure_future(pump(stream)) for stream in streams]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,80 @@
+"""What a request consumed: added up over its choices, written in both spellings clients read, and priced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.choice import Update
+from app.pricing import Price
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """`cached` of the prompt's tokens were not computed again; `reasoning` of the completion's tokens were thinking."""
+
+    prompt: int
+    cached: int = 0
+    completion: int = 0
+    reasoning: int = 0
+
+
+class Meter:
+    """Counts one API request. The n choices of a prompt share it: it is counted once, with what its first choice found cached."""
+
+    def __init__(self, prompt_tokens: Sequence[int], choices: int = 1) -> None:
+        self._prompts = tuple(prompt_tokens)
+        self._per_prompt = choices
+        self._cached: dict[int, int] = {}
+        self._generated: dict[int, tuple[int, int]] = {}
+
+    def count(self, update: Update) -> None:
+        self._generated[update.choice] = update.completion_tokens, update.reasoning_tokens
+        if update.cached_tokens is not None:
+            self._cached.setdefault(update.choice // self._per_prompt, update.cached_tokens)
+
+    @property
+    def admitted(self) -> bool:
+        """Whether the engine has told the cached tokens of every prompt."""
+        return len(self._cached) == len(self._prompts)
+
+    def of_choice(self, choice: int) -> Tokens:
+        prompt = choice // self._per_prompt
+        completion, reasoning = self._generated.get(choice, (0, 0))
+        return Tokens(prompt=self._prompts[prompt], cached=self._cached.get(prompt, 0), completion=completion, reasoning=reasoning)
+
+    def total(self) -> Tokens:
+        return Tokens(
+            prompt=sum(self._prompts),
+            cached=sum(self._cached.values()),
+            completion=sum(completion for completion, _ in self._generated.values()),
+            reasoning=sum(reasoning for _, reasoning in self._generated.values()),
+        )
+
+
+def cost(tokens: Tokens, price: Price | None) -> float | None:
+    """USD, None without a price."""
+    if price is None:
+        return None
+    return price.cost(prompt_tokens=tokens.prompt, cached_tokens=tokens.cached, completion_tokens=tokens.completion)
+
+
+def openai_usage(tokens: Tokens) -> dict[str, Any]:
+    """`cached_tokens` stands twice: some clients read Moonshot's spelling first, some only OpenAI's."""
+    return {
+        "prompt_tokens": tokens.prompt,
+        "completion_tokens": tokens.completion,
+        "total_tokens": tokens.prompt + tokens.completion,
+        "cached_tokens": tokens.cached,
+        "prompt_tokens_details": {"cached_tokens": tokens.cached},
+        "completion_tokens_details": {"reasoning_tokens": tokens.reasoning},
+    }
+
+
+def headers(tokens: Tokens, amount: float | None = None) -> dict[str, str]:
+    """Usage as response headers: they reach a client even when the connection breaks before the last frame."""
+    sent = {"x-msh-usage-prompt-tokens": str(tokens.prompt), "x-msh-usage-cached-tokens": str(tokens.cached)}
+    if amount is not None:
+        sent["x-cost"] = f"{amount:.8f}"
+    return sent
