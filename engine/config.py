@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -19,3 +21,12 @@ class EngineConfig:
     prefix_cache: bool = True
     checkpoint_interval: int = 8192  # tokens between interval checkpoints of a prefill
     run_ahead: int = 1  # steps submitted beyond the one whose result is awaited: 0 or 1
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "num_pages", "num_slots", "max_running", "max_batched_tokens", "max_queued", "checkpoint_interval"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}: at least 1 is needed")
+        if self.max_model_len < 2:
+            raise ConfigError(f"max_model_len is {self.max_model_len}: at least 2 is needed (one prompt token, one generated)")
+        if self.run_ahead not in (0, 1):
+            raise ConfigError(f"run_ahead is {self.run_ahead}: 0 or 1 is needed")

@@ -8,8 +8,11 @@
      ├─ ConfigError           refused at start: configuration, topology
      │   └─ CheckpointError   refused at start: names file and tensor
      └─ EngineFailure         the server's fault
+         ├─ StoreFull         the state tier has no room; the session goes on without a new bundle
+         ├─ DurableError      disk or S3 failed; says which key
          ├─ ShardLost         a shard died or hung; its group failed
-         └─ ReplicaLost       the engine replica went away mid-stream
+         ├─ ReplicaLost       the engine replica went away mid-stream
+         └─ InvariantBroken   an owner's books are wrong: a bug, found before it could reach a stream
 
 Every error is picklable with its fields (they cross Ray).
 """
@@ -66,4 +69,16 @@ class ShardLost(EngineFailure):
 
 
 class ReplicaLost(EngineFailure):
+    pass
+
+
+class InvariantBroken(EngineFailure):
+    pass
+
+
+class StoreFull(EngineFailure):
+    pass
+
+
+class DurableError(EngineFailure):
     pass

@@ -1,0 +1,84 @@
+"""The checkpoints of running rows: announced at admission, taken when a step passes them, visible when its result is applied.
+
+An announced checkpoint keeps others from computing the same prefix twice: they wait for it as long as its writer gets on.
+"""
+
+from __future__ import annotations
+
+from engine.cache import CacheManager, Taken
+from engine.errors import InvariantBroken
+from engine.generation import Generation
+from engine.marks import Mark, marks, next_interval
+from engine.stats import Counters
+
+
+class Retention:
+    def __init__(self, cache: CacheManager, interval: int, counters: Counters) -> None:
+        self._cache = cache
+        self._index = cache.index
+        self._interval = interval
+        self._counters = counters
+        self._writers: dict[bytes, Generation] = {}  # announced checkpoints whose step is not planned yet
+
+    def announce(self, g: Generation) -> None:
+        """A row was admitted: decides where its tokens up to the known ones leave checkpoints."""
+        if not self._cache.enabled:
+            return
+        junction = self._index.junction(g.lineage, g.prompt_len, g.submitted)
+        g.marks = marks(
+            g.lineage, g.request, start=g.submitted, stop=g.reach, interval=self._interval, junction=junction, has=self._index.has
+        )
+        for mark in g.marks:
+            if mark.key is not None:
+                self._index.expect(g.lineage, mark.position)
+                self._writers[mark.key] = g
+
+    def take(self, g: Generation, stop: int) -> tuple[Taken, ...]:
+        """Reserves the checkpoints that a step up to `stop` passes."""
+        assert g.lease is not None
+        found = []
+        while g.marks[-1].position <= stop:
+            mark = g.marks.pop()
+            taken = self._cache.reserve(g.lease, mark.position, interval=mark.interval)
+            if taken is None:
+                self._counters.checkpoints_skipped += 1
+                self._withdraw(mark)
+            else:
+                self._counters.checkpoints += 1
+                found.append(taken)
+                if mark.key is not None:
+                    taken.key = mark.key  # no writer any more: its step is submitted, so it will come
+                    del self._writers[mark.key]
+            if not g.marks:
+                g.marks.append(next_interval(mark.position, self._interval))
+        return tuple(found)
+
+    def settle(self, g: Generation, taken: Taken) -> None:
+        """The result of a checkpoint's step was applied."""
+        if taken.position <= g.known:
+            self._cache.commit(taken, g.lineage)
+        else:  # a cancelled row's tokens that nobody was told
+            self._cache.discard(taken)
+
+    def abandon(self, g: Generation) -> None:
+        """The row ends or is displaced: what it announced and did not reach will not come."""
+        for mark in g.marks:
+            self._withdraw(mark)
+        g.marks = []
+
+    def will_come(self, g: Generation, key: bytes) -> bool:
+        """Whether `g` should wait for this checkpoint: its step is submitted, or its writer runs and does not rank behind `g`."""
+        if not self._index.is_expected(key):
+            return False
+        writer = self._writers.get(key)
+        return writer is None or (not writer.paused and writer.request.priority <= g.request.priority)
+
+    def check(self, running: list[Generation]) -> None:
+        for key, writer in self._writers.items():
+            if writer not in running or all(mark.key != key for mark in writer.marks) or not self._index.is_expected(key):
+                raise InvariantBroken(f"a checkpoint is announced by {writer.request.request_id}, which will not write it")
+
+    def _withdraw(self, mark: Mark) -> None:
+        if mark.key is not None:
+            self._index.withdraw(mark.key)
+            del self._writers[mark.key]

@@ -1,0 +1,133 @@
+"""Runs a scheduler against the toy model, step by step, and holds every stream against an unbroken run."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from engine.config import EngineConfig
+from engine.plan import GroupPlan, GroupResult
+from engine.scheduler import Scheduler
+from engine.types import FinishReason, GenerateRequest, SamplingParams, TokenChunk
+from tests.fake_executor import FakeGroup, toy_stream
+
+GREEDY = SamplingParams(temperature=0)
+
+
+def config(**changes: int | bool) -> EngineConfig:
+    """A small engine: pages of 4 tokens, room for many rows unless told otherwise."""
+    base: dict[str, int | bool] = {
+        "max_model_len": 256,
+        "page_size": 4,
+        "num_pages": 128,
+        "num_slots": 32,
+        "max_running": 8,
+        "max_batched_tokens": 32,
+        "checkpoint_interval": 64,
+    }
+    return EngineConfig(**{**base, **changes})  # type: ignore[arg-type]
+
+
+def request(name: str, prompt: list[int] | range, max_tokens: int = 4, **fields: object) -> GenerateRequest:
+    return GenerateRequest(request_id=name, prompt=tuple(prompt), max_tokens=max_tokens, **{"sampling": GREEDY, **fields})  # type: ignore[arg-type]
+
+
+class Driver:
+    """One group. Results wait in `awaited` until `land`; `step` plans, runs and lands one step."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config, "toy")
+        self.shards = FakeGroup(num_pages=config.num_pages, num_slots=config.num_slots, page_size=config.page_size)
+        self.plans: list[GroupPlan] = []
+        self.awaited: deque[GroupResult] = deque()
+        self.requests: dict[str, GenerateRequest] = {}
+        self.chunks: dict[str, list[TokenChunk]] = {}
+
+    def add(self, *requests: GenerateRequest) -> None:
+        for r in requests:
+            chunk = self.scheduler.add(r)
+            self.requests[r.request_id] = r
+            self.chunks[r.request_id] = [] if chunk is None else [chunk]
+
+    def cancel(self, name: str) -> None:
+        if chunk := self.scheduler.cancel(name):
+            self.chunks[name].append(chunk)
+
+    def plan(self) -> GroupPlan:
+        """Plans a step and has the shards run it; its result is awaited."""
+        plan = self.scheduler.schedule()
+        if not plan.empty:
+            assert plan.num_tokens <= self.config.max_batched_tokens
+            assert len(plan.rows) <= self.config.max_running
+            self.plans.append(plan)
+            self.awaited.append(self.shards.execute(plan))
+        self.scheduler.check()
+        return plan
+
+    def land(self) -> None:
+        for chunk in self.scheduler.apply(self.awaited.popleft()):
+            self.chunks[chunk.request_id].append(chunk)
+        self.scheduler.check()
+
+    def step(self) -> GroupPlan:
+        plan = self.plan()
+        while len(self.awaited) > self.config.run_ahead or (plan.empty and self.awaited):
+            self.land()
+        return plan
+
+    def run(self, limit: int = 2000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(limit):
+            waited = bool(self.awaited)
+            if self.step().empty and not waited:
+                return
+        raise AssertionError(f"not done after {limit} steps")
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for chunk in self.chunks[name] for token in chunk.token_ids]
+
+    def finish(self, name: str) -> FinishReason | None:
+        return self.chunks[name][-1].finish if self.chunks[name] else None
+
+    def cached(self, name: str) -> int:
+        """usage.cached_tokens of a finished request."""
+        usage = self.chunks[name][-1].usage
+        assert usage is not None
+        return usage.cached_tokens
+
+    def expected(self, name: str) -> list[int]:
+        r = self.requests[name]
+        room = min(self.config.max_model_len, self.config.num_pages * self.config.page_size) - len(r.prompt)
+        whole = toy_stream(
+            r.prompt,
+            min(r.max_tokens, room),
+            stop_token_ids=r.stop_token_ids,
+            sampling=r.sampling,
+            choice=r.choice,
+            vocab=self.shards.vocab,
+        )
+        return whole[len(r.generated) :]
+
+    def verify(self) -> None:
+        """Every stream is that of an unbroken run (a beginning of it when cancelled), ends once, and nothing is leaked."""
+        for name, chunks in self.chunks.items():
+            ends = [chunk for chunk in chunks if chunk.finish is not None]
+            assert len(ends) == 1, name
+            assert ends[0] is chunks[-1], name
+            usage = ends[0].usage
+            assert usage is not None
+            generated = len(self.requests[name].generated) + len(self.tokens(name))
+            assert (usage.prompt_tokens, usage.completion_tokens) == (len(self.requests[name].prompt), generated)
+            expected = self.expected(name)
+            if ends[0].finish is FinishReason.CANCELLED:
+                expected = expected[: len(self.tokens(name))]
+            assert self.tokens(name) == expected, name
+        assert self.scheduler.idle
+        self.scheduler.check()
+        stats = self.scheduler.stats()
+        assert stats.hits + sum(stats.misses.values()) <= len(self.chunks)
+        assert (stats.pages_leased, stats.slots_free + stats.slots_cached) == (0, stats.slots_total)
+        self.scheduler.cache.clear()
+        self.scheduler.check()
+        stats = self.scheduler.stats()
+        assert (stats.pages_free, stats.slots_free) == (stats.pages_total, stats.slots_total)
