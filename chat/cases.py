@@ -1,8 +1,10 @@
 """`k3 render` and `k3 parse` without the files: a JSON object in, a JSON object out.
 
 To render: a chat request as a client sends it, or a case that says in `options` what the encoder is told (`thinking`,
-`thinking_effort`, `tool_choice`, `response_format`, `add_generation_prompt`, `image_prompts`). To parse: the ids of a reply and, in
-`request`, where it began (`generation_prefix`), whether tools were there (`tools_enabled`, `tool_choice`) and how it ended (`engine_finish`).
+`thinking_effort`, `tool_choice`, `response_format`, `add_generation_prompt`, `image_prompts`).
+
+To parse: the ids of a reply and, in `request`, where it began (`generation_prefix`), whether tools were there (`tools_enabled`,
+`tool_choice`) and how it ended (`engine_finish`: eos, length or stop_string).
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def read_cases(text: str) -> list[Mapping[str, Any]]:
         value = json.loads(text)
         cases = value if isinstance(value, list) else [value]
     except json.JSONDecodeError:
-        cases = [_line(line, number) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+        cases = [_line(line, number) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not cases:
+        raise ChatError("no cases: expected a JSON object, a list of them, or one on each line")
     for number, case in enumerate(cases, start=1):
         if not isinstance(case, Mapping):
             raise ChatError(f"case {number}: expected a JSON object, got {type(case).__name__}")
