@@ -39,19 +39,20 @@ class CompletionWriter:
         self._meter.count(update)
         frames = []
         first = update.choice not in self._begun
-        if first and self._awaits_prompt_logprobs and update.prompt_logprobs is None and not update.completion_tokens:
-            return []
-        self._begun.add(update.choice)
         if first and self._request.echo:
+            if self._request.logprobs is not None and update.prompt_logprobs is None and not update.completion_tokens:
+                return []  # admitted, but the prompt's log-probabilities are still to come
             frames.append(self._frame(update.choice, self._echo(update.choice), [], self._echo_logprobs(update.choice, update)))
         for piece in update.pieces:
             assert isinstance(piece.delta, ContentDelta), "plain text has one kind of piece"
             if piece.delta.text or self._request.return_token_ids or piece.logprobs:
                 frames.append(self._frame(update.choice, piece.delta.text, piece.token_ids, piece.logprobs))
-        if first and self._request.return_token_ids and frames:
-            frames[0]["choices"][0]["prompt_token_ids"] = self._prompt(update.choice)
         if update.finish is not None:
             frames.append(self._frame(update.choice, "", (), (), update.finish))
+        if first and frames:
+            self._begun.add(update.choice)
+            if self._request.return_token_ids:
+                frames[0]["choices"][0]["prompt_token_ids"] = self._prompt(update.choice)
         return frames
 
     def end(self) -> list[dict[str, Any]]:
@@ -74,10 +75,6 @@ class CompletionWriter:
                 choice["prompt_token_ids"] = self._prompt(index)
             choices.append(choice)
         return {**self._head, "choices": choices, "usage": priced_usage(self._meter.total(), self._price)}
-
-    @property
-    def _awaits_prompt_logprobs(self) -> bool:
-        return bool(self._request.echo) and self._request.logprobs is not None
 
     def _frame(
         self,

@@ -28,10 +28,18 @@ class FakeEngineClient:
     requests: list[GenerateRequest] = field(default_factory=list)
     open: int = 0
     cancelled: int = 0
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def has_open(self, count: int) -> None:
+        """Waits until that many streams are open."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.open >= count)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         self.requests.append(request)
         self.open += 1
+        async with self._changed:
+            self._changed.notify_all()
         finished = False
         try:
             for number, chunk in enumerate(self._chunks(request)):
