@@ -310,7 +310,8 @@ class Scheduler:
         if g.generated >= g.budget:
             return self._finish(g, FinishReason.LENGTH, (token,), logprobs)
         first = g.deliver_prompt_logprobs() if g.prompt_logprobs is not None else None
-        return TokenChunk(request_id=g.request.request_id, token_ids=(token,), logprobs=logprobs, prompt_logprobs=first)
+        begun = g.usage if g.generated == len(g.request.generated) + 1 else None
+        return TokenChunk(request_id=g.request.request_id, token_ids=(token,), logprobs=logprobs, prompt_logprobs=first, usage=begun)
 
     # -- leaving a row
 
