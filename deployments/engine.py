@@ -11,6 +11,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
+from ray import serve
 from ray.util import get_current_placement_group
 
 from deployments.shard_group import ShardGroup
@@ -31,6 +32,15 @@ class _Open:
 
     address: StreamAddress
     done: asyncio.Future[Usage | K3Error]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """What a replica says of itself to `/health` and `/metrics`."""
+
+    replica: str
+    stats: EngineStats
+    failure: str | None
 
 
 class EngineReplica:
@@ -71,8 +81,10 @@ class EngineReplica:
             self._open.pop(request.request_id, None)
             self._by_stream.pop(address.stream, None)
 
-    async def stats(self) -> EngineStats:
-        return self._loop.stats()
+    async def report(self) -> ReplicaReport:
+        failure = self._loop.failure
+        name = serve.get_replica_context().replica_id.unique_id
+        return ReplicaReport(replica=name, stats=self._loop.stats(), failure=str(failure) if failure else None)
 
     async def shard_pids(self) -> list[int]:
         return await self._group.pids() if self._group else []

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from model.parallel import Links
+
 INLINE_BYTES = 4096
 LENGTH_BYTES = 8
 
@@ -16,28 +18,30 @@ LENGTH_BYTES = 8
 class Lockstep:
     """`send` on rank 0, `receive` on every other rank, in the same order. Raises RuntimeError when a rank is gone."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    def __init__(self, links: Links) -> None:
+        self._links = links
         self._buffer = torch.zeros(LENGTH_BYTES + INLINE_BYTES, dtype=torch.uint8)
 
     def send(self, payload: bytes) -> None:
-        if self._group is None:
+        group = self._links.control
+        if group is None:
             return
         size = len(payload)
         self._buffer[:LENGTH_BYTES] = torch.frombuffer(bytearray(size.to_bytes(LENGTH_BYTES, "little")), dtype=torch.uint8)
         body = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if size else None
         if body is not None and size <= INLINE_BYTES:
             self._buffer[LENGTH_BYTES : LENGTH_BYTES + size] = body
-        dist.broadcast(self._buffer, src=0, group=self._group)
+        dist.broadcast(self._buffer, src=0, group=group)
         if body is not None and size > INLINE_BYTES:
-            dist.broadcast(body, src=0, group=self._group)
+            dist.broadcast(body, src=0, group=group)
 
     def receive(self) -> bytes:
-        assert self._group is not None, "a single rank has nobody to follow"
-        dist.broadcast(self._buffer, src=0, group=self._group)
+        group = self._links.control
+        assert group is not None, "a single rank has nobody to follow, and a lost group sends nothing"
+        dist.broadcast(self._buffer, src=0, group=group)
         size = int.from_bytes(self._buffer[:LENGTH_BYTES].numpy().tobytes(), "little")
         if size <= INLINE_BYTES:
             return self._buffer[LENGTH_BYTES : LENGTH_BYTES + size].numpy().tobytes()
         body = torch.empty(size, dtype=torch.uint8)
-        dist.broadcast(body, src=0, group=self._group)
+        dist.broadcast(body, src=0, group=group)
         return body.numpy().tobytes()

@@ -6,15 +6,18 @@ abort that unblocks a rank whose peer died inside a collective (a ring all-reduc
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
+import traceback
 
 import ray
 
 from deployments.spec import ShardSpec
 from engine.errors import ShardLost
 
+logger = logging.getLogger("ray.serve")
 KEEPALIVE = b"-"  # no plan is this short
 
 
@@ -45,18 +48,18 @@ class Shard:
 
     def join(self, url: str) -> None:
         from deployments.lockstep import Lockstep
-        from model.parallel import init_mesh
+        from model.parallel import connect
 
         spec = self._spec
-        self._mesh = init_mesh(
-            url=url,
+        self._mesh = connect(
+            url,
             rank=self._rank,
             world=spec.shards,
             tp=spec.tp,
             backend="nccl" if spec.device == "cuda" else "gloo",
-            timeout_s=spec.step_timeout_s,
+            timeout=spec.step_timeout_s,
         )
-        self._lockstep = Lockstep(self._mesh.control)
+        self._lockstep = Lockstep(self._mesh.links)
 
     def load(self) -> float:
         """Reads this rank's part of the checkpoint; seconds it took."""
@@ -85,7 +88,7 @@ class Shard:
             self._lockstep.send(payload)
             return encode_result(self._runner.run(decode_plan(payload)))
         except Exception as error:
-            raise self._fail(error) from error
+            raise self._fail(error) from None
 
     @ray.method(concurrency_group="step")
     def follow(self) -> None:
@@ -97,7 +100,7 @@ class Shard:
                 if payload != KEEPALIVE:
                     self._runner.run(decode_plan(payload))
         except Exception as error:
-            raise self._fail(error) from error
+            raise self._fail(error) from None
 
     @ray.method(concurrency_group="step")
     def keepalive(self) -> None:
@@ -105,7 +108,7 @@ class Shard:
         try:
             self._lockstep.send(KEEPALIVE)
         except Exception as error:
-            raise self._fail(error) from error
+            raise self._fail(error) from None
 
     @ray.method(concurrency_group="step")
     def stop(self) -> None:
@@ -117,9 +120,11 @@ class Shard:
         """Destroys the process groups, so that every peer blocked on this rank gets an error within milliseconds. Idempotent."""
         if self._mesh is not None and not self._aborted:
             self._aborted = True
-            self._mesh.destroy()
+            self._mesh.close()
 
     def _fail(self, error: Exception) -> ShardLost:
         """The first survivor that sees an error takes its group down; the error travels with its cause in words."""
+        logger.exception("shard %d of %d failed", self._rank, self._spec.shards)
+        traceback.clear_frames(error.__traceback__)  # they hold the groups, whose sockets must close now
         self.abort()
         return ShardLost(f"shard {self._rank} of {self._spec.shards} failed: {type(error).__name__}: {error}")

@@ -104,8 +104,7 @@ class ShardGroup:
     def _fail(self, error: BaseException) -> ShardLost:
         """Marks the group lost once, with the first cause, and unblocks the survivors."""
         if self._lost is None:
-            cause = _cause(error)
-            self._lost = cause if isinstance(cause, ShardLost) else ShardLost(str(cause))
+            self._lost = ShardLost(str(_cause(error)))
             if not self._closing:
                 logger.error("shard group lost: %s", self._lost)
                 for actor in self._actors:
@@ -171,11 +170,9 @@ async def _value(ref: Any) -> Any:
 
 def _cause(error: BaseException) -> K3Error:
     """The error of ours inside what Ray wrapped around it; anything else becomes a ShardLost in words."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, ConfigError | ShardLost):
-            return type(seen)(str(seen.cause if hasattr(seen, "cause") else seen))
-        seen = getattr(seen, "cause", None) or seen.__cause__
+    inner = getattr(error, "cause", error)
+    if isinstance(inner, ConfigError | ShardLost):
+        return inner
     if isinstance(error, ray.exceptions.RayActorError):
         return ShardLost(f"a shard's process died: {str(error).splitlines()[0]}")
-    return ShardLost(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}")
+    return ShardLost(f"{type(inner).__name__}: {str(inner).splitlines()[0] if str(inner) else 'no message'}")

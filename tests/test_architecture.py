@@ -33,6 +33,7 @@ FORBIDDEN: dict[str, set[str]] = {
 # Wiring code may know two worlds (docs/structure.md); each entry says which.
 WIRING = {
     "deployments/shard.py": {"model"},
+    "deployments/lockstep.py": {"model.parallel"},  # imported by the shard only
     "app/default_model.py": {"model"},
     "app/score.py": {"model"},
 }

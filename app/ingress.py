@@ -1,0 +1,110 @@
+"""The HTTP ingress as a Serve deployment, and the same service for Python programs through its handle.
+
+handle = serve.get_app_handle("k3")
+answer = await handle.chat.remote({"messages": [{"role": "user", "content": "Hi"}]})
+async for chunk in handle.options(stream=True).generate.remote([1, 2, 3], max_tokens=8): ...
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from app.adapter import Caller
+from app.auth import ApiKeys
+from app.config import ServiceConfig
+from app.health import Health
+from app.resolve import Served
+from app.routes import build_api
+from app.service import Service, Stream
+from chat.tokenizer import Tokenizer
+from deployments.client import RoutedEngineClient
+from engine.errors import InvalidRequest
+from engine.types import GenerateRequest, SamplingParams, TokenChunk
+
+
+@serve.deployment(name="ingress")
+@serve.ingress()
+class Ingress:
+    """Holds no state that matters: conversations live in the engine and its stores."""
+
+    async def __init__(self, engine: DeploymentHandle, config: ServiceConfig, served: Served) -> None:
+        self._served = served
+        self._config = config
+        self._engine = RoutedEngineClient(engine, ray.util.get_node_ip_address())
+        self._health = Health(engine, config.served_model_name)
+        self._service = Service.from_config(
+            config,
+            engine=self._engine,
+            tokenizer=Tokenizer.from_dir(served.tokenizer_dir) if served.tokenizer_dir else None,
+            max_model_len=served.max_model_len,
+            vocab_size=served.vocab_size,
+            stop_ids=served.eos_token_ids,
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return build_api(
+            lambda: self._service,
+            keys=ApiKeys.from_config(self._config.api_keys),
+            max_body_bytes=int(self._config.max_body_bytes),
+            health=self._health.report,
+            metrics=self._health.metrics,
+        )
+
+    async def chat(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A chat completion: the body of POST /v1/chat/completions without `stream`, and its answer. Raises K3Error, ChatError."""
+        answer = await self._service.chat({**body, "stream": False}, _caller())
+        assert not isinstance(answer, Stream)
+        return answer.body
+
+    async def chat_stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a streamed chat completion. Use `handle.options(stream=True)`; close the generator to cancel."""
+        stream = await self._service.chat({**body, "stream": True}, _caller())
+        assert isinstance(stream, Stream)
+        async with aclosing(stream):
+            async for frames in stream.frames:
+                for frame in frames:
+                    yield frame
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 16,
+        sampling: SamplingParams | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """Token ids in, `TokenChunk`s out, the last one with `finish` and `usage`. Use `handle.options(stream=True)`.
+
+        `stop_token_ids` None stops at the model's own end tokens. Raises InvalidRequest, ContextExceeded, QueueFull, EngineFailure.
+        """
+        vocab = self._served.vocab_size
+        wrong = next((i for i in prompt if not 0 <= i < vocab), None)
+        if wrong is not None:
+            raise InvalidRequest(f"token id {wrong} is outside the vocabulary [0, {vocab})", "prompt")
+        request = GenerateRequest(
+            request_id=uuid.uuid4().hex,
+            prompt=tuple(prompt),
+            max_tokens=max_tokens,
+            sampling=sampling or SamplingParams(seed=uuid.uuid4().int & (2**63 - 1)),
+            stop_token_ids=tuple(self._served.eos_token_ids if stop_token_ids is None else stop_token_ids),
+            priority=priority,
+        )
+        async with aclosing(self._engine.stream(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def __del__(self) -> None:
+        await self._engine.close()
+
+
+def _caller() -> Caller:
+    return Caller(request_id=uuid.uuid4().hex)

@@ -1,0 +1,103 @@
+"""The durable tier on a disk and on a real S3 server (moto's): whole or absent, and every failure says which key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import numpy as np
+import pytest
+from moto.server import ThreadedMotoServer
+
+from cluster.durable import Blobs, DiskBlobs, S3Blobs, open_blobs, pack, unpack
+from engine.bundle import digest
+from engine.errors import ConfigError, DurableError
+
+
+@pytest.fixture(scope="module")
+def s3(request: pytest.FixtureRequest) -> Iterator[str]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("AWS_ACCESS_KEY_ID", "test")
+    patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="sessions")
+    yield endpoint
+    server.stop()
+    patch.undo()
+
+
+@pytest.fixture(params=["disk", "s3"])
+def blobs(request: pytest.FixtureRequest, tmp_path: Path, s3: str) -> Blobs:
+    if request.param == "disk":
+        return open_blobs(f"file://{tmp_path}/store")
+    return open_blobs(f"s3://sessions/{tmp_path.name}/deep", s3)
+
+
+def test_put_get_list_delete(blobs: Blobs) -> None:
+    assert blobs.get("objects/a") is None
+    blobs.put("objects/a", b"one")
+    blobs.put("objects/b", b"two")
+    blobs.put("bundles/c", b"three")
+    blobs.put("objects/a", b"newer")
+    assert blobs.get("objects/a") == b"newer"
+    assert list(blobs.keys("objects")) == ["objects/a", "objects/b"]
+    blobs.delete("objects/a")
+    blobs.delete("objects/a")
+    assert blobs.get("objects/a") is None
+    assert list(blobs.keys("objects")) == ["objects/b"]
+
+
+def test_arrays_survive_with_dtype_shape_and_digest(blobs: Blobs) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {"kda": rng.standard_normal((2, 3, 4, 4)).astype(np.float32), "conv": rng.integers(0, 2**16, (2, 3), dtype=np.uint16)}
+    blobs.put("objects/x", pack(arrays))
+    raw = blobs.get("objects/x")
+    assert raw is not None
+    back = unpack(raw)
+    assert digest(back) == digest(arrays)
+    assert {k: (v.dtype, v.shape) for k, v in back.items()} == {k: (v.dtype, v.shape) for k, v in arrays.items()}
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"\xff" * 64], ids=["cut", "empty", "noise"])
+def test_a_damaged_object_is_refused(damage: object) -> None:
+    raw = pack({"latents": np.zeros((4, 8), np.float32)})
+    with pytest.raises(DurableError, match="safetensors"):
+        unpack(damage(raw))  # type: ignore[operator]
+
+
+def test_a_flipped_byte_changes_the_digest() -> None:
+    a = {"kda": np.zeros((2, 2), np.float32)}
+    b = {"kda": a["kda"].copy()}
+    b["kda"].view(np.uint8)[0, 3] = 1
+    assert digest(a) != digest(b)
+    assert digest(a) != digest({"kda": a["kda"].reshape(4)}), "the shape counts"
+
+
+def test_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
+    blobs = DiskBlobs(tmp_path / "store")
+    (tmp_path / "store" / "objects").write_text("a file where a folder should be")
+    with pytest.raises(DurableError, match="objects"):
+        blobs.put("objects/a", b"x")
+    assert not list((tmp_path / "store").glob(".writing-*"))
+
+
+def test_an_s3_server_that_is_down() -> None:
+    blobs = S3Blobs("sessions", "", "http://127.0.0.1:9")
+    with pytest.raises(DurableError, match="s3://sessions/objects/a: put failed"):
+        blobs.put("objects/a", b"x")
+
+
+def test_a_bucket_that_is_absent(s3: str) -> None:
+    with pytest.raises(DurableError, match="NoSuchBucket"):
+        S3Blobs("nowhere", "", s3).put("objects/a", b"x")
+
+
+@pytest.mark.parametrize("url", ["/plain/path", "file://", "s3://", "gs://bucket/x", ""])
+def test_urls_that_are_not_understood(url: str) -> None:
+    with pytest.raises(ConfigError, match="file:///absolute/path or s3://bucket/prefix"):
+        open_blobs(url)
