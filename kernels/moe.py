@@ -68,7 +68,7 @@ def grouped_experts(
     begins = counts.cumsum(0) - counts
     contributions = torch.zeros(ids.numel(), x.shape[1], dtype=torch.float32, device=x.device)
     hit = counts.nonzero().flatten()
-    for block in hit.split(max(1, BLOCK_ELEMENTS // w13_packed[:1].numel())):
+    for block in hit.split(max(1, BLOCK_ELEMENTS // w13_packed[:1].numel())) if len(hit) else ():
         lane = torch.arange(int(counts[block].max()), device=x.device)
         valid = lane < counts[block, None]  # [n, m]: experts of this block by their tokens
         pairs = order[(begins[block, None] + lane).masked_fill(~valid, 0)]

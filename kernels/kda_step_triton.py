@@ -1,0 +1,171 @@
+"""The KDA decode step as one Triton kernel: a program owns one head of one sequence, its state tile stays in registers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+WIDTH = 4  # taps of K3's short convolution
+
+
+@triton.jit
+def _convolve(x, x1, x2, x3, p_w):
+    """silu of the four taps at p_w; x is the newest input, x3 the oldest. -> as x, fp32"""
+    y = tl.load(p_w) * x3 + tl.load(p_w + 1) * x2 + tl.load(p_w + 2) * x1 + tl.load(p_w + 3) * x
+    return y * tl.sigmoid(y)
+
+
+@triton.jit
+def _kda_step(
+    p_qkv,
+    p_f,
+    p_b,
+    p_gate,
+    p_conv_weight,
+    p_a_log,
+    p_dt_bias,
+    p_norm_weight,
+    p_conv_state,
+    p_state,
+    p_read,
+    p_write,
+    p_y,
+    stride_qkv,
+    stride_f,
+    stride_b,
+    stride_gate,
+    stride_conv_slot,
+    stride_conv_row,
+    stride_state_slot,
+    lower_bound,
+    eps,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    S: tl.constexpr,
+):
+    i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_k, o_v = tl.arange(0, D), tl.arange(0, D)
+    # q and k as one [D, 2] tile: loads as large as the block are converted between layouts, smaller ones would be issued again per layout
+    c_qk = (tl.arange(0, 2)[None, :] * H + i_h) * D + o_k[:, None]
+    c_v = (2 * H + i_h) * D + o_v
+
+    read = tl.load(p_read + i_n).to(tl.int64)
+    old = tl.full((D,), read, tl.int64) >= 0
+    tile = o_k[:, None] * D + o_v[None, :]
+    b_s = tl.load(p_state + read * stride_state_slot + i_h * D * D + tile, mask=old[:, None], other=0.0)  # [K, V] fp32
+
+    p_past = p_conv_state + read * stride_conv_slot
+    qk3 = tl.load(p_past + c_qk, mask=old[:, None], other=0.0).to(tl.float32)
+    v3 = tl.load(p_past + c_v, mask=old, other=0.0).to(tl.float32)
+    p_past += stride_conv_row
+    qk2 = tl.load(p_past + c_qk, mask=old[:, None], other=0.0).to(tl.float32)
+    v2 = tl.load(p_past + c_v, mask=old, other=0.0).to(tl.float32)
+    p_past += stride_conv_row
+    qk1 = tl.load(p_past + c_qk, mask=old[:, None], other=0.0).to(tl.float32)
+    v1 = tl.load(p_past + c_v, mask=old, other=0.0).to(tl.float32)
+
+    scale = tl.exp(tl.load(p_a_log + i_h))
+    dt_bias = tl.load(p_dt_bias + i_h * D + o_k)
+    norm_weight = tl.load(p_norm_weight + o_v)
+    dtype = p_conv_state.dtype.element_ty
+
+    for s in tl.static_range(S):
+        t = i_n * S + s
+        qk0 = tl.load(p_qkv + t * stride_qkv + c_qk).to(tl.float32)
+        v0 = tl.load(p_qkv + t * stride_qkv + c_v).to(tl.float32)
+        f = tl.load(p_f + t * stride_f + i_h * D + o_k).to(tl.float32)
+        beta = tl.sigmoid(tl.load(p_b + t * stride_b + i_h).to(tl.float32))
+        gate = tl.load(p_gate + t * stride_gate + i_h * D + o_v).to(tl.float32)
+
+        qk = _convolve(qk0, qk1, qk2, qk3, p_conv_weight + c_qk * 4)
+        v = _convolve(v0, v1, v2, v3, p_conv_weight + c_v * 4)
+        q, k = tl.split(qk * tl.rsqrt(tl.sum(qk * qk, 0) + 1e-6)[None, :])
+        q = q * (D**-0.5)
+        decay = tl.exp(lower_bound * tl.sigmoid(scale * (f + dt_bias)))
+
+        b_s = b_s * decay[:, None]
+        error = v - tl.sum(b_s * k[:, None], 0)  # [V]
+        # o = (S + beta k e^T)^T q, so that the state is swept once
+        o = tl.sum(b_s * q[:, None], 0) + (beta * tl.sum(k * q)) * error
+        b_s = b_s + (beta * k)[:, None] * error[None, :]
+
+        y = o * tl.rsqrt(tl.sum(o * o) / D + eps) * norm_weight * tl.sigmoid(gate)
+        tl.store(p_y + t * (H * D) + i_h * D + o_v, y.to(p_y.dtype.element_ty))
+
+        write = tl.load(p_write + t).to(tl.int64)
+        keep = tl.full((D,), write, tl.int64) >= 0
+        tl.store(p_state + write * stride_state_slot + i_h * D * D + tile, b_s, mask=keep[:, None])
+        p_past = p_conv_state + write * stride_conv_slot
+        tl.store(p_past + c_qk, qk2.to(dtype), mask=keep[:, None])
+        tl.store(p_past + c_v, v2.to(dtype), mask=keep)
+        p_past += stride_conv_row
+        tl.store(p_past + c_qk, qk1.to(dtype), mask=keep[:, None])
+        tl.store(p_past + c_v, v1.to(dtype), mask=keep)
+        p_past += stride_conv_row
+        tl.store(p_past + c_qk, qk0.to(dtype), mask=keep[:, None])
+        tl.store(p_past + c_v, v0.to(dtype), mask=keep)
+        qk3, qk2, qk1 = qk2, qk1, qk0
+        v3, v2, v1 = v2, v1, v0
+
+
+def launch(
+    qkv: Tensor,
+    f: Tensor,
+    b: Tensor,
+    gate: Tensor,
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    conv_state: Tensor,
+    state: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    lower_bound: float,
+    eps: float,
+    num_warps: int = 8,
+) -> Tensor:
+    """As `kernels.kda_step.kda_step`, which has checked the shapes. Raises `ValueError` for what this kernel does not cover."""
+    (sequences, steps), heads, width = write_slots.shape, a_log.shape[0], norm_weight.shape[0]
+    if width & (width - 1) or width < 16:
+        raise ValueError(f"norm_weight: head width {width}, expected a power of two from 16")
+    if conv_weight.shape[-1] != WIDTH:
+        raise ValueError(f"conv_weight: {conv_weight.shape[-1]} taps, expected {WIDTH}")
+    for name, tensor in {"qkv": qkv, "f": f, "b": b, "gate": gate, "conv_state": conv_state}.items():
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name}: stride {tensor.stride(-1)} along its last axis, expected 1")
+    if not state[0].is_contiguous() or not write_slots.is_contiguous():
+        raise ValueError("state: expected contiguous slots, and write_slots contiguous")
+    y = torch.empty(sequences * steps, heads * width, dtype=qkv.dtype, device=qkv.device)
+    if sequences * steps:
+        _kda_step[(heads, sequences)](
+            qkv,
+            f,
+            b,
+            gate,
+            conv_weight,
+            a_log,
+            dt_bias,
+            norm_weight,
+            conv_state,
+            state,
+            read_slots,
+            write_slots,
+            y,
+            qkv.stride(0),
+            f.stride(0),
+            b.stride(0),
+            gate.stride(0),
+            conv_state.stride(0),
+            conv_state.stride(1),
+            state.stride(0),
+            lower_bound,
+            eps,
+            H=heads,
+            D=width,
+            S=steps,
+            num_warps=num_warps,
+        )
+    return y
