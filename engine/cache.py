@@ -135,18 +135,18 @@ class CacheManager:
             raise InvariantBroken(f"a checkpoint at position {taken.position} is committed twice")
         checkpoint = Checkpoint(lineage.at(taken.position), taken.position, taken.slot, taken.pages, taken.interval)
         self.slots.wrote(taken.slot, taken.position)
-        if self.index.insert(checkpoint, lineage):
-            self._taken.remove(taken)
-        else:
+        if not self.index.insert(checkpoint, lineage):
             self.discard(taken)
+            return
+        self._taken.remove(taken)
+        self._withdraw(taken)
 
     def discard(self, taken: Taken) -> None:
         """Nobody will resume from it. Mutates."""
         if taken not in self._taken:
             raise InvariantBroken(f"a checkpoint at position {taken.position} is discarded twice")
         self._taken.remove(taken)
-        if taken.key is not None:
-            self.index.withdraw(taken.key)
+        self._withdraw(taken)
         self._free(taken.slot, taken.pages)
 
     def release(self, lease: Lease) -> None:
@@ -197,6 +197,10 @@ class CacheManager:
         self._evictions += 1
         self._free(victim.slot, victim.pages)
         return True
+
+    def _withdraw(self, taken: Taken) -> None:
+        if taken.key is not None:
+            self.index.withdraw(taken.key)
 
     def _free(self, slot: int, pages: Sequence[int]) -> None:
         self.slots.give_back(slot)

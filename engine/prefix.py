@@ -130,8 +130,13 @@ class PrefixIndex:
         return place is not None and (place.checkpoint is not None or place.expected)
 
     def is_expected(self, key: bytes) -> bool:
+        """Whether a checkpoint is about to be written that is not there yet."""
         place = self._places.get(key)
-        return place is not None and place.expected
+        return place is not None and place.expected and place.checkpoint is None
+
+    def is_there(self, key: bytes) -> bool:
+        place = self._places.get(key)
+        return place is not None and place.checkpoint is not None
 
     # -- changes
 
@@ -151,7 +156,7 @@ class PrefixIndex:
         place = self._place(lineage, checkpoint.position)
         if place.checkpoint is not None:
             return False
-        place.checkpoint, place.expected = checkpoint, False
+        place.checkpoint = checkpoint
         if place.evicted:
             place.evicted = False
             del self._evicted[checkpoint.lineage]

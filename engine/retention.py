@@ -39,18 +39,21 @@ class Retention:
         found = []
         while g.marks[-1].position <= stop:
             mark = g.marks.pop()
+            if not g.marks:
+                g.marks.append(next_interval(mark.position, self._interval))
+            if mark.key is not None and self._index.is_there(mark.key):  # another row ended exactly here
+                self._withdraw(mark)
+                continue
             taken = self._cache.reserve(g.lease, mark.position, interval=mark.interval)
             if taken is None:
                 self._counters.checkpoints_skipped += 1
                 self._withdraw(mark)
-            else:
-                self._counters.checkpoints += 1
-                found.append(taken)
-                if mark.key is not None:
-                    taken.key = mark.key  # no writer any more: its step is submitted, so it will come
-                    del self._writers[mark.key]
-            if not g.marks:
-                g.marks.append(next_interval(mark.position, self._interval))
+                continue
+            self._counters.checkpoints += 1
+            found.append(taken)
+            if mark.key is not None:
+                taken.key = mark.key  # no writer any more: its step is submitted, so it will come
+                del self._writers[mark.key]
         return tuple(found)
 
     def settle(self, g: Generation, taken: Taken) -> None:
@@ -75,7 +78,7 @@ class Retention:
 
     def check(self, running: list[Generation]) -> None:
         for key, writer in self._writers.items():
-            if writer not in running or all(mark.key != key for mark in writer.marks) or not self._index.is_expected(key):
+            if writer not in running or all(mark.key != key for mark in writer.marks) or not self._index.has(key):
                 raise InvariantBroken(f"a checkpoint is announced by {writer.request.request_id}, which will not write it")
 
     def _withdraw(self, mark: Mark) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 
 from engine.config import EngineConfig
-from engine.plan import GroupPlan, GroupResult
+from engine.plan import GroupPlan, GroupResult, Output
 from engine.scheduler import Scheduler
 from engine.types import FinishReason, GenerateRequest, SamplingParams, TokenChunk
-from tests.fake_executor import FakeGroup, toy_stream
+from tests.fake_executor import ZERO, FakeGroup, digest, logprob, toy_stream
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -34,12 +34,12 @@ def request(name: str, prompt: list[int] | range, max_tokens: int = 4, **fields:
 class Driver:
     """One group. Results wait in `awaited` until `land`; `step` plans, runs and lands one step."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, vocab: int = 1024) -> None:
         self.config = config
         self.scheduler = Scheduler(config, "toy")
-        self.shards = FakeGroup(num_pages=config.num_pages, num_slots=config.num_slots, page_size=config.page_size)
+        self.shards = FakeGroup(num_pages=config.num_pages, num_slots=config.num_slots, page_size=config.page_size, vocab=vocab)
         self.plans: list[GroupPlan] = []
-        self.awaited: deque[GroupResult] = deque()
+        self.awaited: deque[tuple[GroupPlan, GroupResult]] = deque()
         self.requests: dict[str, GenerateRequest] = {}
         self.chunks: dict[str, list[TokenChunk]] = {}
 
@@ -60,12 +60,13 @@ class Driver:
             assert plan.num_tokens <= self.config.max_batched_tokens
             assert len(plan.rows) <= self.config.max_running
             self.plans.append(plan)
-            self.awaited.append(self.shards.execute(plan))
+            self._check_constrained(plan)
+            self.awaited.append((plan, self.shards.execute(plan)))
         self.scheduler.check()
         return plan
 
     def land(self) -> None:
-        for chunk in self.scheduler.apply(self.awaited.popleft()):
+        for chunk in self.scheduler.apply(self.awaited.popleft()[1]):
             self.chunks[chunk.request_id].append(chunk)
         self.scheduler.check()
 
@@ -119,9 +120,11 @@ class Driver:
             generated = len(self.requests[name].generated) + len(self.tokens(name))
             assert (usage.prompt_tokens, usage.completion_tokens) == (len(self.requests[name].prompt), generated)
             expected = self.expected(name)
-            if ends[0].finish is FinishReason.CANCELLED:
+            cancelled = ends[0].finish is FinishReason.CANCELLED
+            if cancelled:
                 expected = expected[: len(self.tokens(name))]
             assert self.tokens(name) == expected, name
+            self._verify_logprobs(name, cancelled)
         assert self.scheduler.idle
         self.scheduler.check()
         stats = self.scheduler.stats()
@@ -131,3 +134,30 @@ class Driver:
         self.scheduler.check()
         stats = self.scheduler.stats()
         assert (stats.pages_free, stats.slots_free) == (stats.pages_total, stats.slots_total)
+
+    def _verify_logprobs(self, name: str, cancelled: bool) -> None:
+        """Log-probs exactly where they were asked for: the prompt's all at once, with or before the first token."""
+        r, chunks = self.requests[name], self.chunks[name]
+        states = [ZERO]
+        tokens = [*r.prompt, *r.generated, *self.tokens(name)]
+        for token in tokens:
+            states.append(digest(states[-1], token))
+        wanted = r.sampling.logprobs is not None
+        got = [lp for chunk in chunks for lp in chunk.logprobs or ()]
+        first = len(r.prompt) + len(r.generated)
+        assert got == ([logprob(states[i], tokens[i]) for i in range(first, len(tokens))] if wanted else []), name
+        prompt_logprobs = [chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None]
+        if r.sampling.prompt_logprobs is None or r.generated or (cancelled and not self.tokens(name)):
+            assert not prompt_logprobs, name
+        else:
+            assert prompt_logprobs == [tuple(logprob(states[i], r.prompt[i]) for i in range(1, len(r.prompt)))], name
+            assert chunks[0].prompt_logprobs is not None, name
+
+    def _check_constrained(self, plan: GroupPlan) -> None:
+        sampled: set[int] = set()
+        for other in [*(p for p, _ in self.awaited), plan]:
+            sampled -= {row.row for row in other.new_rows}
+            if other is not plan:
+                sampled |= {step.row for step in other.rows if step.output is Output.SAMPLE}
+        for row in sampled & {step.row for step in plan.rows}:
+            assert self.shards.rows[row].new.constraint is None, f"row {row} runs ahead of its mask"
