@@ -11,11 +11,11 @@ stands between or after channels is ignored. Nothing is trimmed, and any groupin
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 from chat.arguments import ArgumentsWriter
+from chat.attributes import read_attributes
 from chat.tokenizer import IncrementalDecoder, Tokenizer
 from chat.types import (
     Channel,
@@ -26,8 +26,6 @@ from chat.types import (
     ToolCallEnd,
     ToolCallStart,
 )
-
-_ATTRIBUTE = re.compile(r'\s([^\s="]+)="([^"]*)"')
 
 
 class _At(Enum):
@@ -113,7 +111,7 @@ class OutputParser:
         text = self._tokenizer.decode(ids)
         tag = text.split(maxsplit=1)[0] if text.strip() else ""
         if marker == self._tokenizer.open:
-            self._open(tag, {key: _unescape(value) for key, value in _ATTRIBUTE.findall(text)})
+            self._open(tag, read_attributes(text))
         else:
             self._close(tag)
 
@@ -204,7 +202,3 @@ class OutputParser:
             fragment = last.fragment + fragment
             self._deltas.pop()
         self._deltas.append(ToolCallArguments(self._started - 1, fragment))
-
-
-def _unescape(value: str) -> str:
-    return value.replace("&quot;", '"').replace("&amp;", "&")

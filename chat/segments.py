@@ -5,6 +5,7 @@ Joining the text and encoding it once would give other ids and would let a clien
 
 from __future__ import annotations
 
+from chat.attributes import escape
 from chat.tokenizer import Tokenizer
 from chat.types import ImageSize, Segment
 
@@ -30,7 +31,7 @@ class SegmentWriter:
         for key, value in attributes.items():
             self._word(f" {key}")
             self._word('="')
-            self.text(value.replace("&", "&amp;").replace('"', "&quot;"))
+            self.text(escape(value))
             self._word('"')
         self._control("<|sep|>", self._tokenizer.sep)
 
