@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.errors import ConfigError
 from model.weights import Shard, split
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 DIRECT_SUM = 1 << 16  # elements up to which a sum is one all-gather; larger ones move each element twice instead of tp times
 
 
@@ -71,13 +72,13 @@ class Mesh:
             return x
         if x.numel() <= DIRECT_SUM:
             parts = x.new_empty(self.tp, *x.shape)
-            dist.all_gather_into_tensor(parts.view(-1), x.contiguous().view(-1), group=self.links.tp)
+            _all_gather(parts.view(-1), x.contiguous().view(-1), group=self.links.tp)
             return _ordered_sum(parts)
         flat = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % self.tp))
         parts = torch.empty_like(flat)
         dist.all_to_all_single(parts, flat, group=self.links.tp)
         whole = torch.empty_like(flat)
-        dist.all_gather_into_tensor(whole, _ordered_sum(parts.view(self.tp, -1)), group=self.links.tp)
+        _all_gather(whole, _ordered_sum(parts.view(self.tp, -1)), group=self.links.tp)
         return whole[: x.numel()].view_as(x)
 
     def gather_tp(self, x: Tensor, sizes: Sequence[int]) -> Tensor:
