@@ -6,35 +6,20 @@ channel, `‹/message›`, the end. So thinking stays free, a call cannot be wri
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Literal
+from llguidance import LLMatcher
 
+from chat.constraint import Constraint
 from chat.lark import COMPACT, Lark, close, json_value
+from chat.matcher import MatcherFactory
 from chat.messages import is_prefill, read_text
 from chat.response_format import ResponseFormat, read_response_format
 from chat.schema import check_schema
+from chat.tokenizer import Tokenizer
 from chat.tool_grammar import tools_channel
 from chat.tools import Tool, ToolChoice, read_tool_choice, read_tools
-from chat.types import Channel, Conversation
+from chat.types import Channel, ChatError, Conversation
 
 _SCHEMA_PATH = "response_format.json_schema.schema"
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """Serialised as JSON in `GenerateRequest.constraint`."""
-
-    grammar: str  # llguidance lark, control tokens by name
-    trigger: Literal["think_left", "now"]  # the first id that leaves the think channel belongs to the grammar
-    prefix: str = ""  # text of the answer that the prompt already holds (a message to be continued)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Constraint:
-        return cls(**json.loads(text))
 
 
 def constraint_for(conversation: Conversation, opened: Channel, *, parallel_tool_calls: bool = True) -> Constraint | None:
@@ -56,18 +41,18 @@ def constraint_for(conversation: Conversation, opened: Channel, *, parallel_tool
     if callable_tools:
         several = parallel_tool_calls and choice.name is None
         channel = tools_channel(lark, callable_tools, forced=forced, several=several)
-    prefix = ""
-    if is_prefill(conversation) and opened == "response" and form.kind != "text":
-        last = len(conversation.messages) - 1
-        prefix = read_text(conversation.messages[last], f"messages[{last}]")
     answer = _answer(content, channel, forced=forced, json=form.kind != "text")
     if opened == "response":
-        return Constraint(lark.grammar(answer), "now", prefix)
-    channels = f'<|open|> "response" <|sep|> {lark.rule(answer)}'
-    if channel:
-        channels += f" | {channel} {close('message')}"
-    # The channel's close tag may be missing: opening the next one implies it.
-    return Constraint(lark.grammar(f"({close('think')})? ({channels})"), "think_left", prefix)
+        prefix = "" if form.kind == "text" else _begun(conversation)
+        constraint = Constraint(lark.grammar(answer), "now", prefix)
+    else:
+        channels = f'<|open|> "response" <|sep|> {lark.rule(answer)}'
+        if channel:
+            channels += f" | {channel} {close('message')}"
+        # The channel's close tag may be missing: opening the next one implies it.
+        constraint = Constraint(lark.grammar(f"({close('think')})? ({channels})"), "think_left")
+    _check(constraint, conversation)
+    return constraint
 
 
 def _answer(content: str, tools: str, *, forced: bool, json: bool) -> str:
@@ -100,3 +85,20 @@ def _content(lark: Lark, form: ResponseFormat) -> str:
     assert form.schema is not None
     check_schema(form.schema, _SCHEMA_PATH)
     return lark.rule(json_value(form.schema, COMPACT))
+
+
+def _begun(conversation: Conversation) -> str:
+    """The answer's text in a message that the reply continues."""
+    last = len(conversation.messages) - 1
+    return read_text(conversation.messages[last], f"messages[{last}]") if is_prefill(conversation) else ""
+
+
+def _check(constraint: Constraint, conversation: Conversation) -> None:
+    if error := LLMatcher.validate_grammar(constraint.grammar):
+        raise ChatError(f"this request's schemas cannot be enforced together: {error[:300]}")
+    # A grammar speaks of text, so any vocabulary can tell whether a text begins it.
+    if constraint.prefix and MatcherFactory(Tokenizer.tiny()).create(constraint.to_json()).error:
+        raise ChatError(
+            "the content to be continued does not begin a reply of the asked response_format",
+            f"messages[{len(conversation.messages) - 1}].content",
+        )

@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 from llguidance.tiktoken import lltokenizer_from_encoding
 from numpy.typing import NDArray
 
-from chat.grammar import Constraint
+from chat.constraint import Constraint
 from chat.tokenizer import Tokenizer
 
 Mask = NDArray[np.int32]  # [ceil(vocab / 32)]; bit i % 32 of word i // 32 is id i

@@ -5,8 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from chat.tokenizer import TINY_TOKENIZER_DIR, Tokenizer
+
+# A shared machine has slow moments: no test may fail for the time it took.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "chat"
 PUBLISHED = DATA.parents[3] / "shared" / "goldens" / "chat" / "real_vocabulary" / "tiktoken.model"
