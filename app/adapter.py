@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from app.openai import MAX_CHOICES, ChatRequest, CompletionRequest, Sampled, TokenizeRequest
+from chat.grammar import constraint_for
 from chat.options import read_options
 from chat.render import render
 from chat.tokenizer import Tokenizer
@@ -112,6 +113,9 @@ def chat_job(request: ChatRequest, caller: Caller, model: ServedModel, limits: L
     stops = _stops(request, limits)
     tools = read_tools(asked)
     top = (request.top_logprobs or 0) if request.logprobs else None
+    constraint = constraint_for(asked, prompt.opened, parallel_tool_calls=request.parallel_tool_calls is not False)
+    if constraint is not None and request.ignore_eos:
+        raise InvalidRequest("a reply of guaranteed structure ends itself: ignore_eos must be false", "ignore_eos")
     first = GenerateRequest(
         request_id=caller.request_id,
         prompt=prompt.ids,
@@ -121,6 +125,7 @@ def chat_job(request: ChatRequest, caller: Caller, model: ServedModel, limits: L
         tenant=caller.tenant,
         priority=request.priority or 0,
         boundaries=prompt.boundaries,
+        constraint=None if constraint is None else constraint.to_json(),
     )
     return ChatJob(
         prompt=prompt,

@@ -113,6 +113,7 @@ class ChatRequest(Rendered, Sampled):
     """/v1/chat/completions."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1, lt=INT64)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)

@@ -31,14 +31,16 @@ class Head:
     created: int
 
     @classmethod
-    def new(cls, prefix: str, model: str) -> Head:
+    def new(cls, prefix: str, model: str, separator: str = "-") -> Head:
         """`PREFIX-` and 24 hex digits that begin with the time, so that ids sort by age."""
         now = int(time.time())
-        return cls(f"{prefix}-{now:08x}{secrets.token_hex(8)}", model, now)
+        return cls(f"{prefix}{separator}{now:08x}{secrets.token_hex(8)}", model, now)
 
 
 class ChatWriter:
     """The frames of one stream."""
+
+    ping_every_s: float | None = None  # the contract has no frame that means nothing
 
     def __init__(
         self, head: Head, request: ChatRequest, prompt_ids: Sequence[int], tokenizer: Tokenizer, meter: Meter, price: Price | None
@@ -51,6 +53,12 @@ class ChatWriter:
         self._meter = meter
         self._price = price
         self._begun: set[int] = set()
+
+    def begin(self) -> list[dict[str, Any]]:
+        return []
+
+    def ping(self) -> list[dict[str, Any]]:
+        return []
 
     def frames(self, update: Update) -> list[dict[str, Any]]:
         self._meter.count(update)

@@ -21,6 +21,8 @@ from engine.types import TokenLogprob
 class CompletionWriter:
     """Frames and body of one request. With `echo` a choice begins with its prompt's text, ids and log-probabilities."""
 
+    ping_every_s: float | None = None
+
     def __init__(
         self, head: Head, request: CompletionRequest, job: CompletionJob, tokenizer: Tokenizer | None, meter: Meter, price: Price | None
     ) -> None:
@@ -34,6 +36,12 @@ class CompletionWriter:
         spelled = None if request.return_tokens_as_token_ids else tokenizer
         self._logprobs = [CompletionLogprobs(spelled) for _ in job.requests]
         self._begun: set[int] = set()
+
+    def begin(self) -> list[dict[str, Any]]:
+        return []
+
+    def ping(self) -> list[dict[str, Any]]:
+        return []
 
     def frames(self, update: Update) -> list[dict[str, Any]]:
         self._meter.count(update)

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from app.adapter import Caller
 from app.auth import ApiKeys
-from app.errors import describe, openai_error
+from app.errors import Failure, anthropic_error, describe, openai_error
 from app.http import Dialect, Reply, RequestIds, read_json
 from app.service import Answer, Service, Stream
 
@@ -23,7 +23,17 @@ def _data(frame: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(frame) + b"\n\n"
 
 
+def _event(frame: dict[str, Any]) -> bytes:
+    return b"event: " + frame["type"].encode() + b"\ndata: " + orjson.dumps(frame) + b"\n\n"
+
+
+def _response_error(failure: Failure) -> dict[str, Any]:
+    return {"type": "error", "code": failure.code, "message": failure.message, "param": failure.param, "sequence_number": 0}
+
+
 OPENAI = Dialect(error=openai_error, frame=_data, error_frame=lambda failure: _data(openai_error(failure)), done=b"data: [DONE]\n\n")
+RESPONSES = Dialect(error=openai_error, frame=_event, error_frame=lambda failure: _event(_response_error(failure)))
+ANTHROPIC = Dialect(error=anthropic_error, frame=_event, error_frame=lambda failure: _event(anthropic_error(failure)))
 
 
 def build_api(
@@ -65,6 +75,9 @@ def build_api(
 
     post("/v1/chat/completions", lambda service, body, caller: service.chat(body, caller))
     post("/v1/completions", lambda service, body, caller: service.completions(body, caller))
+    post("/v1/responses", lambda service, body, caller: service.responses(body, caller), RESPONSES)
+    post("/v1/messages", lambda service, body, caller: service.messages(body, caller), ANTHROPIC)
+    post("/v1/messages/count_tokens", lambda service, body, caller: service.count_tokens(body), ANTHROPIC)
     post("/tokenize", lambda service, body, caller: service.tokenize(body))
     post("/detokenize", lambda service, body, caller: service.detokenize(body))
     get("/v1/models", lambda service, request: service.models())

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from app import anthropic, responses
 from app.adapter import Caller, ChatJob, Limits, ServedModel, chat_job, completion_job, conversation, no_tokenizer
+from app.anthropic import MessagesRequest, Translation
+from app.anthropic_stream import MessageWriter, message_body
 from app.choice import ChatChoice, TextChoice, Update
 from app.config import ServiceConfig
 from app.errors import UnknownModel
@@ -17,11 +21,14 @@ from app.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Tokeni
 from app.openai_chat import ChatWriter, Head, chat_body
 from app.openai_text import CompletionWriter
 from app.pricing import Price, price_for
+from app.responses import ResponsesRequest
+from app.responses_stream import ResponseWriter
 from app.transcript import Transcript, read
 from app.updates import Updates
 from app.usage import Meter, cost, headers
 from chat.render import render
 from chat.tokenizer import Tokenizer
+from chat.types import ChatError
 from engine.client import EngineClient
 from engine.errors import InvalidRequest
 
@@ -56,9 +63,15 @@ class Stream:
 
 
 class Writer(Protocol):
-    """A dialect's stream."""
+    """A dialect's stream: what it says first, for each update, when nothing came for `ping_every_s` (None = nothing then), and last."""
+
+    ping_every_s: float | None
+
+    def begin(self) -> list[dict[str, Any]]: ...
 
     def frames(self, update: Update) -> list[dict[str, Any]]: ...
+
+    def ping(self) -> list[dict[str, Any]]: ...
 
     def end(self) -> list[dict[str, Any]]: ...
 
@@ -159,6 +172,49 @@ class Service:
         async with aclosing(updates):
             transcripts = await read(updates, len(job.requests), meter)
         return Answer(writer.body(transcripts), headers(meter.total(), cost(meter.total(), price)))
+
+    # -- the other dialects --------------------------------------------------------------------------------------------
+
+    async def messages(self, body: Mapping[str, Any], caller: Caller) -> Answer | Stream:
+        """/v1/messages."""
+        asked = MessagesRequest.model_validate(body)
+        run = await self._prepare_translated(anthropic.translate(asked), caller)
+        message_id = f"msg_{secrets.token_hex(12)}"
+        if asked.stream:
+            return await self.stream(run, MessageWriter(message_id, run.model, run.meter, run.price))
+        [transcript], sent = await self.collect(run)
+        return Answer(message_body(message_id, run.model, transcript, run.meter, run.price), sent)
+
+    async def count_tokens(self, body: Mapping[str, Any]) -> Answer:
+        """/v1/messages/count_tokens."""
+        translation = anthropic.translate(MessagesRequest.model_validate(body))
+        self.served(translation.request.model)
+        tokenizer = self._need_tokenizer("count_tokens")
+        try:
+            ids = await _beside_the_loop(
+                _chars(translation.request.messages), lambda: render(conversation(translation.request), tokenizer).ids
+            )
+        except ChatError as error:
+            raise translation.blame(error) from None
+        return Answer({"input_tokens": len(ids)})
+
+    async def responses(self, body: Mapping[str, Any], caller: Caller) -> Answer | Stream:
+        """/v1/responses."""
+        asked = ResponsesRequest.model_validate(body)
+        run = await self._prepare_translated(responses.translate(asked), caller)
+        writer = ResponseWriter(Head.new("resp", run.model, "_"), asked, run.request, run.tokenizer, run.meter, run.price)
+        if asked.stream:
+            return await self.stream(run, writer)
+        [transcript], sent = await self.collect(run)
+        return Answer(writer.body(transcript), sent)
+
+    async def _prepare_translated(self, translation: Translation, caller: Caller) -> ChatRun:
+        try:
+            return await self.prepare(translation.request, caller)
+        except ChatError as error:
+            raise translation.blame(error) from None
+
+    # -- tokens and models ---------------------------------------------------------------------------------------------
 
     async def tokenize(self, body: Mapping[str, Any]) -> Answer:
         """/tokenize."""
@@ -263,8 +319,11 @@ async def _stream(updates: Updates, meter: Meter, writer: Writer) -> Stream:
 
 
 async def _frames(updates: Updates, writer: Writer) -> AsyncGenerator[list[dict[str, Any]], None]:
-    async for update in updates:
-        if frames := writer.frames(update):
+    if first := writer.begin():
+        yield first
+    every = writer.ping_every_s
+    async for update in updates if every is None else updates.with_pauses(every):
+        if frames := writer.ping() if update is None else writer.frames(update):
             yield frames
     if last := writer.end():
         yield last
