@@ -16,7 +16,8 @@ class FakeEngineClient:
     """Emits `script(request)` in groups of `per_chunk` ids, then ends as an engine would: at a stop token or at the token budget.
 
     `cached`: prompt tokens reported as cached, known at admission. `error` is raised before the chunk number `error_at`.
-    `gate`, when given, is awaited before each token chunk, so a test decides when tokens come. `open` counts unfinished streams.
+    `gate`, when given, is awaited before each token chunk, so a test decides when tokens come. `admits`: an empty chunk tells at once what
+    was cached. `open` counts unfinished streams.
     """
 
     script: Callable[[GenerateRequest], Sequence[int]]
@@ -25,6 +26,7 @@ class FakeEngineClient:
     error: K3Error | None = None
     error_at: int = 0
     gate: asyncio.Semaphore | None = None
+    admits: bool = True
     requests: list[GenerateRequest] = field(default_factory=list)
     open: int = 0
     cancelled: int = 0
@@ -68,7 +70,8 @@ class FakeEngineClient:
         done = Usage(prompt_tokens=len(request.prompt), cached_tokens=self.cached, completion_tokens=len(ids))
         k = request.sampling.prompt_logprobs
         prompt_logprobs = None if k is None else tuple(_logprob(i, k) for i in request.prompt[1:])
-        chunks = [TokenChunk(request_id=request.request_id, usage=begun, prompt_logprobs=prompt_logprobs)]
+        admission = TokenChunk(request_id=request.request_id, usage=begun, prompt_logprobs=prompt_logprobs)
+        chunks = [admission] if self.admits or prompt_logprobs else []
         for at in range(0, len(ids), self.per_chunk):
             group = tuple(ids[at : at + self.per_chunk])
             last = at + self.per_chunk >= len(ids)
