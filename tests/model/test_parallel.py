@@ -12,16 +12,20 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.plan import GroupPlan, Output, StepPlan, StepResult
+from model.checkpoint import write_random_checkpoint
 from model.config import ModelConfig
 from model.parallel import DIRECT_SUM, Mesh, connect
 from model.runner import build_runner
 from model.weights import split
+from tests.model.float64_k3 import Float64K3
 from tests.model.golden import DATA, LOGITS_TOLERANCE, PROMPTS, SETS, STATE_TOLERANCE, golden
 from tests.model.planning import Planned, Planner, logits_of, tokens_of
 from tests.model.processes import run_processes
+from tests.model.test_architectures import ARCHITECTURES, ids_for, scored
 
 WORLDS = (2, 3, 4, 6)
-GENERATED = 6
+GENERATED = 4
+UNEVEN = ARCHITECTURES["MoE everywhere, odd widths"]
 
 
 @dataclass(frozen=True)
@@ -119,19 +123,47 @@ def world(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
+@dataclass(frozen=True)
+class Outcomes:
+    """All cases of one world size: by set and tp, what every rank saw; and the logits of an architecture that divides nowhere."""
+
+    golden: dict[tuple[str, int], list[Outcome]]
+    uneven: list[Tensor]
+    expected: Tensor | None
+
+
 @pytest.fixture(scope="module")
-def outcomes(world: int, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], list[Outcome]]:
-    """All cases of one world size, in one start of the processes; the collectives are checked on the way."""
+def outcomes(world: int, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """One start of the processes for everything; the collectives are checked on the way."""
+    directory = tmp_path_factory.mktemp(f"world-{world}")
     cases = [(name, tp) for name, tp in grids(world) if world in (2, 4) or name == "tiny-b"]
     work = [(tp, collectives) for tp in range(1, world + 1) if world % tp == 0]
     work += [(tp, partial(case, name=name)) for name, tp in cases]
-    returned = run_processes(world, work, tmp_path_factory.mktemp(f"world-{world}"))
-    return dict(zip(cases, returned[-len(cases) :], strict=True))
+    expected = None
+    if world == 4:
+        model, ids = directory / "model", ids_for(UNEVEN)
+        write_random_checkpoint(model, UNEVEN, seed=3)
+        expected = torch.from_numpy(Float64K3(model).logits(ids))
+        work += [(tp, partial(scored, path=model, ids=ids)) for tp in (4, 2)]
+    returned = run_processes(world, work, directory)[world_divisors(world) :]
+    uneven = [ranks[0] for ranks in returned[len(cases) :]]
+    return Outcomes(dict(zip(cases, returned, strict=False)), uneven, expected)
 
 
-def test_every_grid_gives_the_reference(world: int, outcomes: dict[tuple[str, int], list[Outcome]]) -> None:
-    assert {tp for _, tp in outcomes} == {tp for tp in range(1, world + 1) if world % tp == 0}
-    for (name, tp), ranks in outcomes.items():
+def world_divisors(world: int) -> int:
+    return sum(world % tp == 0 for tp in range(1, world + 1))
+
+
+def test_uneven_shards(world: int, outcomes: Outcomes) -> None:
+    """Widths, vocabulary and experts that no number of shards divides: 1001 rows, 77 columns, 37 experts over 4 processes."""
+    assert len(outcomes.uneven) == (2 if world == 4 else 0)
+    for logits in outcomes.uneven:
+        torch.testing.assert_close(logits.double(), outcomes.expected, atol=LOGITS_TOLERANCE, rtol=0)
+
+
+def test_every_grid_gives_the_reference(world: int, outcomes: Outcomes) -> None:
+    assert {tp for _, tp in outcomes.golden} == {tp for tp in range(1, world + 1) if world % tp == 0}
+    for (name, tp), ranks in outcomes.golden.items():
         gold = golden(name)
         config = ModelConfig.from_dir(gold.model)
         _, rows, scored, resumed = plans(name, world // tp)
@@ -144,8 +176,8 @@ def test_every_grid_gives_the_reference(world: int, outcomes: dict[tuple[str, in
             assert tokens == gold.greedy(prompt)[: len(tokens)], (name, tp, prompt)
 
 
-def test_every_grid_leaves_the_reference_states(world: int, outcomes: dict[tuple[str, int], list[Outcome]]) -> None:
-    for (name, tp), ranks in outcomes.items():
+def test_every_grid_leaves_the_reference_states(world: int, outcomes: Outcomes) -> None:
+    for (name, tp), ranks in outcomes.golden.items():
         gold = golden(name)
         members = ranks[:tp]  # the scored row runs in group 0
         for index, layer in enumerate(ModelConfig.from_dir(gold.model).kda_layers):
