@@ -19,6 +19,7 @@ from app.resolve import resolve
 from app.score import read_prompts, score, score_spec, write_logits
 from deployments.shard_group import ShardGroup
 
+LOGS = "/tmp/ray/session_latest/logs"  # where Ray keeps them
 OBJECT_STORE_BYTES = 512 * 2**20
 console = Console(stderr=True)
 
@@ -28,7 +29,7 @@ def start_ray() -> None:
     if ray.is_initialized():
         return
     try:
-        ray.init(address="auto", namespace="serve", logging_level=logging.WARNING, log_to_driver=True)
+        ray.init(address="auto", namespace="serve", logging_level=logging.WARNING, log_to_driver=False)
     except ConnectionError:
         ray.init(
             address="local",
@@ -36,7 +37,7 @@ def start_ray() -> None:
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             logging_level=logging.WARNING,
-            log_to_driver=True,
+            log_to_driver=False,
         )
 
 
@@ -45,19 +46,22 @@ def run(config: ServiceConfig, *, host: str, port: int) -> None:
     begin = time.monotonic()
     resolve(config, gpus=config.shards * config.replicas)  # refuse what can be refused before Ray starts
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
     with console.status("starting Ray"):
         start_ray()
+    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which installs handlers of its own
+        signal.signal(number, lambda *_: stop.set())
     try:
         application = deployment(config)
         with console.status("starting the ingress and the shards"):
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
             serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
             serve.run(application, name="k3", route_prefix="/")
         console.print(
             f"ready in {time.monotonic() - begin:.0f} s: http://{host}:{port}/v1 serves {config.served_model_name} "
-            f"({config.replicas} x {config.shards} shards, tp={config.tp_size}; {serve_modes.running_mode()} mode). Ctrl-C stops.",
+            f"({config.replicas} x {config.shards} shards, tp={config.tp_size}; {serve_modes.running_mode()} mode). "
+            f"Logs: {LOGS}. Ctrl-C stops.",
             highlight=False,
+            soft_wrap=True,
         )
         stop.wait()
         console.print("stopping")

@@ -4,6 +4,8 @@
      ├─ InvalidRequest        the client's fault; the message says which field and what was expected
      │   ├─ ContextExceeded   prompt (+ max_tokens) longer than the context or the page pool
      │   └─ Unsupported       a valid request that this engine or checkpoint cannot serve
+     ├─ UnknownSession        no such session of this tenant
+     ├─ SessionBusy           another turn of the session is running
      ├─ QueueFull             come back later; carries retry_after seconds
      ├─ ConfigError           refused at start: configuration, topology
      │   └─ CheckpointError   refused at start: names file and tensor
@@ -40,6 +42,14 @@ class ContextExceeded(InvalidRequest):
 
 
 class Unsupported(InvalidRequest):
+    pass
+
+
+class UnknownSession(K3Error):
+    pass
+
+
+class SessionBusy(K3Error):
     pass
 
 

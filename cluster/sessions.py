@@ -1,0 +1,248 @@
+"""`SessionStore`: session → record, and lineage → which holders have the bundle. One detached actor; names only, never ObjectRefs.
+
+A pickled ref pins its object for ever, and a store that owned state would take it along when it dies. This one can die at any time: after
+its restart it rebuilds the bundle index from the holders, and the sessions from the durable tier or, without one, from the copies of its
+records that the holders keep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import ray
+
+from cluster.durable import open_blobs
+from engine.errors import DurableError, SessionBusy, UnknownSession
+from engine.session import BundleAt, SessionRecord
+
+HOLDER_PREFIX = "k3-holder-"
+NAMESPACE = "serve"
+MAX_BUNDLES = 64  # resumable positions that one session remembers
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(SessionRecord).decode
+
+
+@dataclass(slots=True)
+class _Turn:
+    """The one running turn of a session: leased, so that a dead ingress does not lock a session for ever."""
+
+    owner: str
+    until: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStats:
+    sessions: int
+    bundles: int
+    running_turns: int
+    expired: int
+    durable_failures: int
+
+
+class SessionStore:
+    def __init__(self, ttl_s: float, durable_url: str | None = None, endpoint_url: str | None = None) -> None:
+        self._ttl = ttl_s
+        self._blobs = open_blobs(durable_url, endpoint_url) if durable_url else None
+        self._records: OrderedDict[tuple[str, str], SessionRecord] = OrderedDict()  # least recently used first
+        self._turns: dict[tuple[str, str], _Turn] = {}
+        self._where: dict[str, set[str]] = {}  # lineage → names of holders
+        self._expired = self._durable_failures = 0
+        self._ready = asyncio.Event()
+        self._rebuild_task = asyncio.get_running_loop().create_task(self._rebuild())
+
+    # -- turns ---------------------------------------------------------------------------------------------------------
+
+    async def begin(self, tenant: str, session: str, owner: str, lease_s: float) -> SessionRecord:
+        """Starts a turn; a session that does not exist begins empty. Raises SessionBusy while another turn's lease lasts."""
+        await self._ready.wait()
+        key, now = (tenant, session), time.time()
+        turn = self._turns.get(key)
+        if turn is not None and turn.owner != owner and turn.until > now:
+            raise SessionBusy(f"session {session!r} is answering another request; wait for its end or fork it")
+        self._turns[key] = _Turn(owner, now + lease_s)
+        return await self._load(key) or SessionRecord(tenant=tenant, session=session, created=now, updated=now)
+
+    async def renew(self, tenant: str, session: str, owner: str, lease_s: float) -> bool:
+        """False when the lease was lost to somebody else."""
+        turn = self._turns.get((tenant, session))
+        if turn is None or turn.owner != owner:
+            return False
+        turn.until = time.time() + lease_s
+        return True
+
+    async def finish(self, tenant: str, session: str, owner: str, *, tokens: bytes, messages: bytes, cost: float) -> bool:
+        """The turn's outcome. False, and nothing changes, when the lease was lost: somebody else's turn is the session's truth now."""
+        key = (tenant, session)
+        turn = self._turns.get(key)
+        if turn is None or turn.owner != owner:
+            return False
+        del self._turns[key]
+        record = await self._load(key) or SessionRecord(tenant=tenant, session=session, created=time.time())
+        turns, total = record.turns + 1, record.cost + cost
+        await self._save(replace(record, tokens=tokens, messages=messages, turns=turns, cost=total, updated=time.time()))
+        return True
+
+    async def attach(self, tenant: str, session: str, at: BundleAt) -> None:
+        """A replica published one more resumable position of the session. Which of them fit a prompt is for its lineage to say."""
+        record = await self._load((tenant, session)) or SessionRecord(
+            tenant=tenant, session=session, created=time.time(), updated=time.time()
+        )
+        others = [b for b in record.bundles if b.lineage != at.lineage]
+        newest = [at, *others][:MAX_BUNDLES]
+        await self._save(replace(record, bundles=tuple(sorted(newest, key=lambda b: -b.position))))
+
+    async def abandon(self, tenant: str, session: str, owner: str) -> None:
+        """Ends a turn without an outcome. Idempotent."""
+        turn = self._turns.get((tenant, session))
+        if turn is not None and turn.owner == owner:
+            del self._turns[(tenant, session)]
+
+    # -- sessions ------------------------------------------------------------------------------------------------------
+
+    async def get(self, tenant: str, session: str) -> SessionRecord:
+        """Raises UnknownSession, also for a session of another tenant."""
+        await self._ready.wait()
+        record = await self._load((tenant, session))
+        if record is None:
+            raise UnknownSession(f"there is no session {session!r}")
+        return record
+
+    async def list(self, tenant: str, limit: int = 100) -> list[SessionRecord]:
+        """Newest first, without tokens and messages."""
+        await self._ready.wait()
+        mine = [r for (t, _), r in reversed(self._records.items()) if t == tenant]
+        return [replace(r, tokens=b"", messages=b"[]") for r in mine[:limit]]
+
+    async def create(self, record: SessionRecord) -> None:
+        """A new session with that content (import). Raises SessionBusy when the name is taken."""
+        await self._ready.wait()
+        if await self._load((record.tenant, record.session)) is not None:
+            raise SessionBusy(f"session {record.session!r} exists already; delete it or choose another name")
+        await self._save(record)
+
+    async def fork(self, tenant: str, session: str, new: str, mark: str | None = None) -> SessionRecord:
+        """Another record that points at the same bundles: no state is copied. `mark` forks from a marked position."""
+        source = await self.get(tenant, session)
+        now = time.time()
+        forked = replace(source, session=new, parent=session, created=now, updated=now, marks={}, pinned=False, cost=0.0)
+        if mark is not None:
+            if mark not in source.marks:
+                raise UnknownSession(f"session {session!r} has no mark {mark!r}; it has {sorted(source.marks) or 'none'}")
+            at = source.marks[mark]
+            kept = tuple(b for b in source.bundles if b.position <= at.position)
+            forked = replace(forked, tokens=source.tokens[: 4 * at.position], messages=b"[]", bundles=kept)
+        await self.create(forked)
+        return forked
+
+    async def mark(self, tenant: str, session: str, name: str) -> SessionRecord:
+        """Names the newest resumable position."""
+        record = await self.get(tenant, session)
+        if not record.bundles:
+            raise UnknownSession(f"session {session!r} has no stored state to mark yet")
+        marked = replace(record, marks={**record.marks, name: record.bundles[0]})
+        await self._save(marked)
+        return marked
+
+    async def delete(self, tenant: str, session: str) -> SessionRecord:
+        """Forgets the record and returns it, so that the caller can drop what only it used. Raises UnknownSession."""
+        record = await self.get(tenant, session)
+        self._records.pop((tenant, session), None)
+        self._turns.pop((tenant, session), None)
+        if self._blobs is not None:
+            await asyncio.to_thread(self._blobs.delete, _key(tenant, session))
+        return record
+
+    # -- where bundles are ---------------------------------------------------------------------------------------------
+
+    async def register(self, lineage: str, holder: str) -> None:
+        self._where.setdefault(lineage, set()).add(holder)
+
+    async def forget(self, lineage: str, holder: str) -> None:
+        holders = self._where.get(lineage)
+        if holders is not None:
+            holders.discard(holder)
+            if not holders:
+                del self._where[lineage]
+
+    async def where(self, lineages: Sequence[str]) -> dict[str, list[str]]:
+        """lineage → holders that have the bundle in memory, for those known."""
+        await self._ready.wait()
+        return {lineage: sorted(holders) for lineage in lineages if (holders := self._where.get(lineage))}
+
+    async def stats(self) -> StoreStats:
+        return StoreStats(
+            sessions=len(self._records),
+            bundles=len(self._where),
+            running_turns=len(self._turns),
+            expired=self._expired,
+            durable_failures=self._durable_failures,
+        )
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    async def _load(self, key: tuple[str, str]) -> SessionRecord | None:
+        record = self._records.get(key)
+        if record is None and self._blobs is not None:
+            raw = await asyncio.to_thread(self._blobs.get, _key(*key))
+            record = _decode(raw) if raw is not None else None
+        if record is not None:
+            self._records[key] = record
+            self._records.move_to_end(key)
+        return record
+
+    async def _save(self, record: SessionRecord) -> None:
+        key = (record.tenant, record.session)
+        self._records[key] = record
+        self._records.move_to_end(key)
+        self._expire()
+        if self._blobs is not None:
+            try:
+                await asyncio.to_thread(self._blobs.put, _key(*key), _encode(record))
+            except DurableError:
+                self._durable_failures += 1
+
+    def _expire(self) -> None:
+        limit = time.time() - self._ttl
+        for key, record in list(self._records.items()):
+            if record.updated >= limit:
+                break
+            if not record.pinned and key not in self._turns:
+                del self._records[key]
+                self._expired += 1
+
+    async def _rebuild(self) -> None:
+        for holder in holders():
+            try:
+                for bundle in await ray.get_actor(holder, namespace=NAMESPACE).bundles.remote():
+                    await self.register(bundle.lineage, holder)
+            except (ray.exceptions.RayError, ValueError):
+                continue  # a holder that is gone has nothing to tell
+        self._ready.set()
+
+
+def holders() -> list[str]:
+    """Names of the living holders."""
+    return [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["name"].startswith(HOLDER_PREFIX)]
+
+
+def session_store(ttl_s: float, durable_url: str | None, endpoint_url: str | None) -> Any:
+    """The store actor of this cluster: made on first use, detached, restarted when it dies."""
+    return (
+        ray.remote(SessionStore)
+        .options(name="k3-sessions", namespace=NAMESPACE, lifetime="detached", get_if_exists=True, num_cpus=0, max_restarts=-1)
+        .remote(ttl_s, durable_url, endpoint_url)
+    )
+
+
+def _key(tenant: str, session: str) -> str:
+    """Names come from clients: hashed, so that no name can be a path."""
+    import hashlib
+
+    return f"sessions/{hashlib.sha256(tenant.encode()).hexdigest()[:32]}/{hashlib.sha256(session.encode()).hexdigest()}.json"
