@@ -27,7 +27,14 @@ def mla_decode(query: Tensor, latents: Tensor, page_tables: Tensor, lengths: Ten
 
 
 def mla_prefill(
-    query: Tensor, latents: Tensor, page_tables: Tensor, cu_seqlens: Tensor, lengths: Tensor, value_dim: int, scale: float
+    query: Tensor,
+    latents: Tensor,
+    page_tables: Tensor,
+    cu_seqlens: Tensor,
+    lengths: Tensor,
+    value_dim: int,
+    scale: float,
+    query_block: int = QUERY_BLOCK,
 ) -> Tensor:
     """A run of new tokens per sequence: query [T, heads, D], cu_seqlens [N + 1], lengths [N] after this step -> [T, heads, value_dim] fp32.
 
@@ -39,8 +46,8 @@ def mla_prefill(
     for i, length in enumerate(lengths.tolist()):
         pages = page_tables[i, : -(-length // page_size)]
         keys = latents[pages].flatten(0, 1)[:length].float()  # [S, D]
-        for begin in range(bounds[i], bounds[i + 1], QUERY_BLOCK):
-            end = min(begin + QUERY_BLOCK, bounds[i + 1])
+        for begin in range(bounds[i], bounds[i + 1], query_block):
+            end = min(begin + query_block, bounds[i + 1])
             seen = length - (bounds[i + 1] - end)  # positions that the block's last token attends
             position = torch.arange(length - (bounds[i + 1] - begin), seen, device=query.device)
             scores = torch.einsum("thd,sd->hts", query[begin:end].float(), keys[:seen]) * scale

@@ -48,6 +48,7 @@ def grouped_experts(
     first_expert: int,
     beta: float,
     linear_beta: float | None,
+    block_elements: int = BLOCK_ELEMENTS,
 ) -> Tensor:
     """The local experts' part of sum_e w_e W2_e situ(W1_e x, W3_e x), in fp32.
 
@@ -68,7 +69,7 @@ def grouped_experts(
     begins = counts.cumsum(0) - counts
     contributions = torch.zeros(ids.numel(), x.shape[1], dtype=torch.float32, device=x.device)
     hit = counts.nonzero().flatten()
-    for block in hit.split(max(1, BLOCK_ELEMENTS // w13_packed[:1].numel())) if len(hit) else ():
+    for block in hit.split(max(1, block_elements // w13_packed[:1].numel())) if len(hit) else ():
         lane = torch.arange(int(counts[block].max()), device=x.device)
         valid = lane < counts[block, None]  # [n, m]: experts of this block by their tokens
         pairs = order[(begins[block, None] + lane).masked_fill(~valid, 0)]
@@ -78,4 +79,4 @@ def grouped_experts(
         y = hidden @ dequantise(w2_packed[block], w2_scale[block], x.dtype).transpose(1, 2)
         contributions[pairs[valid]] = y[valid].float()
     # One place per (token, choice) and one fixed order of addition: the same on every device.
-    return (contributions.view(x.shape[0], top_k, -1) * weights.float().unsqueeze(-1)).sum(1)
+    return (contributions.view(x.shape[0], top_k, x.shape[1]) * weights.float().unsqueeze(-1)).sum(1)

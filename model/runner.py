@@ -43,7 +43,7 @@ class ModelRunner:
         own = plan.groups[self.mesh.group]
         self._prepare(own)
         results = [GroupResult()] * self.mesh.groups
-        if plan.num_tokens:
+        if any(g.rows for g in plan.groups):
             results[self.mesh.group] = self._step(own, [g.num_tokens for g in plan.groups])
             if self.mesh.groups > 1 and any(_speaks(g) for g in plan.groups):
                 results = self._collect(results)
