@@ -1,6 +1,6 @@
 """JSON schemas that the grammar can enforce: checked at the edge, with the keyword that it cannot.
 
-llguidance compiles schemas and says what is wrong with them; here its verdict is given a place.
+jsonschema says whether it is a schema, llguidance whether it can be compiled; here their verdicts are given a place.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jsonschema
 from llguidance import LLMatcher
 
 from chat.types import ChatError
@@ -40,8 +41,8 @@ _SCHEMAS = ("items", "additionalProperties")
 def check_schema(root: Schema, path: str) -> None:
     """Raises `ChatError` naming the keyword of `root`, at `path` in the request, that is unsupported or cannot be met."""
     try:
-        error = _error(root)
-        if error:
+        _check_form(root, path)
+        if error := _error(root):
             _blame(root, root, path, error)
         if not _has_finite_value(root):
             raise ChatError("the schema's `$ref` makes every value contain itself, so none can be finished", path)
@@ -72,8 +73,23 @@ def resolve(root: Schema, reference: str) -> Any:
     return target
 
 
+def _check_form(root: Schema, path: str) -> None:
+    """Is it a JSON schema at all, of the draft that it names?"""
+    try:
+        jsonschema.validators.validator_for(root, default=jsonschema.Draft202012Validator).check_schema(root)
+    except jsonschema.SchemaError as error:
+        where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in error.absolute_path)
+        raise ChatError(f"not a JSON schema: {error.message[:300]}", f"{path}{where}") from error
+
+
 def _error(schema: Schema) -> str:
-    return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+    """llguidance's complaint, "" for none."""
+    try:
+        return LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # a Rust panic has no importable type
+            raise
+        return "llguidance cannot read it"
 
 
 def _blame(root: Schema, schema: Schema, path: str, error: str) -> None:

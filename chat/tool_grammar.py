@@ -11,7 +11,7 @@ from typing import Any
 
 from chat.attributes import escape
 from chat.lark import Lark, close, literal
-from chat.schema import ANNOTATIONS, DEFINITIONS, KEYWORDS_OF_A_TYPE, Schema, resolve
+from chat.schema import ANNOTATIONS, DEFINITIONS, KEYWORDS_OF_A_TYPE, Schema, check_schema, resolve
 from chat.tools import Tool
 from chat.types import ChatError
 from chat.value_grammar import value_bodies
@@ -58,6 +58,7 @@ def _arguments(lark: Lark, tool: Tool) -> str:
     if tool.parameters is None:
         return ""
     root = tool.parameters
+    check_schema(root, path)
     schema = _object_schema(root, path)
     others = schema.get("additionalProperties", _FREE)
     properties = dict(schema.get("properties", {}))
