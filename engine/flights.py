@@ -9,17 +9,15 @@ from typing import NamedTuple
 from engine.cache import Lease, Taken
 from engine.errors import InvariantBroken
 from engine.generation import Generation
+from engine.plan import Output, RowStep
 
 
 class FlownRow(NamedTuple):
-    """A row's part of a step: consumes tokens [start, stop)."""
+    """A row's part of a step."""
 
     generation: Generation
     lease: Lease
-    row: int
-    start: int
-    stop: int
-    samples: bool
+    step: RowStep
     taken: tuple[Taken, ...]
 
 
@@ -45,10 +43,14 @@ class Flights:
             raise InvariantBroken("a result came, but no plan is on its way")
         return self._flights.popleft()
 
-    def last_with(self, lease: Lease) -> Flight | None:
-        """The last step that writes the state of a lease."""
-        return next((f for f in reversed(self._flights) if any(row.lease is lease for row in f.rows)), None)
+    def attach(self, g: Generation, lease: Lease, taken: Taken) -> bool:
+        """Hands a donated state to the last step that still writes it; False when none does."""
+        for flight in reversed(self._flights):
+            if any(row.lease is lease for row in flight.rows):
+                flight.donated.append((g, taken))
+                return True
+        return False
 
     def awaited(self) -> Counter[Generation]:
         """Tokens on their way, by generation."""
-        return Counter(row.generation for flight in self._flights for row in flight.rows if row.samples)
+        return Counter(row.generation for flight in self._flights for row in flight.rows if row.step.output is Output.SAMPLE)

@@ -29,7 +29,7 @@ def root(fingerprint: str, tenant: str) -> bytes:
 
 
 class Lineage:
-    """The token ids of one sequence and the lineage of each of its prefixes. Each block is hashed once, when first asked for."""
+    """The token ids of one sequence and the lineage of each of its prefixes. `ids` may grow at the end; each block is hashed once."""
 
     __slots__ = ("_chain", "block_size", "ids")
 
@@ -41,9 +41,6 @@ class Lineage:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    def append(self, token: int) -> None:
-        self.ids.append(token)
 
     def block(self, i: int) -> bytes:
         """The lineage after `i` full blocks; block(0) is the root."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from engine.cache import Taken
 from engine.errors import InvariantBroken
@@ -51,22 +51,23 @@ class Rows:
             constraint_from=g.prompt_len,
         )
 
-    def step(self, g: Generation, count: int, *, samples: bool, taken: Iterable[Taken]) -> RowStep:
-        """The next `count` tokens of a row, with the pages it got since its last step."""
+    def step(self, g: Generation, count: int, taken: Sequence[Taken]) -> RowStep:
+        """The next `count` tokens of a row, with the pages it got since its last step. Samples when it consumes the last token there is."""
         lease = g.lease
         assert lease is not None
         new_pages: tuple[int, ...] = ()
         if g.told_pages < len(lease.pages):
             new_pages = tuple(lease.pages[g.told_pages :])
             g.told_pages = len(lease.pages)
+        start = g.submitted
         return RowStep(
             row=g.row,
-            start=g.submitted,
+            start=start,
             count=count,
             new_pages=new_pages,
-            checkpoints=tuple((t.position, t.slot) for t in taken),
-            output=Output.SAMPLE if samples else Output.NONE,
-            prompt_logprobs=g.prompt_logprobs is not None and g.submitted < g.prompt_len - 1,
+            checkpoints=tuple([(t.position, t.slot) for t in taken]) if taken else (),
+            output=Output.SAMPLE if start + count == len(g.lineage.ids) + g.pending else Output.NONE,
+            prompt_logprobs=g.prompt_logprobs is not None and start < g.prompt_len - 1,
         )
 
     def check(self, running: list[Generation]) -> None:

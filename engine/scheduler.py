@@ -15,14 +15,14 @@ from bisect import insort
 from dataclasses import dataclass, field, replace
 
 from engine.admission import budget
-from engine.cache import CacheManager, Lease, Taken
+from engine.cache import CacheManager, Lease
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, InvariantBroken, K3Error, QueueFull
 from engine.fairness import ServedTokens
 from engine.flights import Flight, Flights, FlownRow
 from engine.generation import Generation, Status
 from engine.lineage import Lineage, root
-from engine.plan import GroupPlan, GroupResult, RowResult, RowStep
+from engine.plan import GroupPlan, GroupResult, Output, RowResult, RowStep
 from engine.prefix import Match, Miss
 from engine.ranking import by_turn, gives_way_to_arrival, gives_way_to_row, row_within_reach
 from engine.retention import Retention
@@ -137,6 +137,7 @@ class Scheduler:
     def _claim_single(self, draft: _Draft) -> list[Generation]:
         """Rows that lack one token get it; returns those that lack more."""
         behind = []
+        page_size = self._config.page_size
         for g in tuple(self._running):
             if g.paused or g.lease is None or (g.solitary and g.pending):
                 continue
@@ -144,7 +145,11 @@ class Scheduler:
             if left > 1:
                 behind.append(g)
             elif left == 1 and draft.budget > 0:
-                self._claim(draft, g, 1)
+                if g.submitted < len(g.lease.pages) * page_size:
+                    draft.counts[g] = 1
+                    draft.budget -= 1
+                else:
+                    self._claim(draft, g, 1)
         return behind
 
     def _claim_longer(self, draft: _Draft, behind: list[Generation]) -> None:
@@ -257,18 +262,17 @@ class Scheduler:
 
     def _submit_row(self, g: Generation, count: int, flight: Flight) -> RowStep:
         assert g.lease is not None
-        start, stop = g.submitted, g.submitted + count
-        samples = stop == g.known + g.pending
+        stop = g.submitted + count
         taken = self._retention.take(g, stop) if g.marks and g.marks[-1].position <= stop else ()
-        step = self._rows.step(g, count, samples=samples, taken=taken)
-        flight.rows.append(FlownRow(g, g.lease, g.row, start, stop, samples, taken))
-        g.submitted = stop
-        g.pending += samples
-        self._served.charge(g.request.tenant, count)
-        if count == 1 and start >= g.prompt_len:
+        step = self._rows.step(g, count, taken)
+        flight.rows.append(FlownRow(g, g.lease, step, taken))
+        if count == 1 and g.submitted >= g.prompt_len:
             self._counters.tokens_decoded += 1
         else:
             self._counters.tokens_prefilled += count
+        g.submitted = stop
+        g.pending += step.output is Output.SAMPLE
+        self._served.charge(g.request.tenant, count)
         return step
 
     # -- results
@@ -284,8 +288,8 @@ class Scheduler:
         for flown in flight.rows:
             g = flown.generation
             if g.lease is flown.lease:
-                g.computed = flown.stop
-            if g.status is not Status.FINISHED and (chunk := self._advance(g, flown, results.get(flown.row))):
+                g.computed = flown.step.start + flown.step.count
+            if g.status is not Status.FINISHED and (chunk := self._advance(g, flown.step, results.get(flown.step.row))):
                 chunks.append(chunk)
             for taken in flown.taken:
                 self._retention.settle(g, taken)
@@ -293,24 +297,25 @@ class Scheduler:
             self._retention.settle(g, taken)
         return chunks
 
-    def _advance(self, g: Generation, flown: FlownRow, result: RowResult | None) -> TokenChunk | None:
+    def _advance(self, g: Generation, step: RowStep, result: RowResult | None) -> TokenChunk | None:
         if g.prompt_logprobs is not None and result is not None:
-            g.prompt_logprobs += result.prompt_logprobs[len(g.prompt_logprobs) - flown.start :]
-        if not flown.samples:
-            return self._finish(g, FinishReason.LENGTH) if g.budget == 0 and flown.stop == g.end else None
+            g.prompt_logprobs += result.prompt_logprobs[len(g.prompt_logprobs) - step.start :]
+        if step.output is Output.NONE:
+            return self._finish(g, FinishReason.LENGTH) if g.budget == 0 and step.start + step.count == g.end else None
         if result is None or result.token is None:
-            raise InvariantBroken(f"row {flown.row} was to sample a token and has none")
+            raise InvariantBroken(f"row {step.row} was to sample a token and has none")
         token = result.token
         g.pending -= 1
-        g.lineage.append(token)
+        g.lineage.ids.append(token)
+        generated = g.generated
         self._counters.tokens_generated += 1
         logprobs = (result.logprob,) if result.logprob is not None else None
         if token in g.stops:
             return self._finish(g, FinishReason.STOP, (token,), logprobs)
-        if g.generated >= g.budget:
+        if generated >= g.budget:
             return self._finish(g, FinishReason.LENGTH, (token,), logprobs)
         first = g.deliver_prompt_logprobs() if g.prompt_logprobs is not None else None
-        begun = g.usage if g.generated == len(g.request.generated) + 1 else None
+        begun = g.usage if generated == len(g.request.generated) + 1 else None
         return TokenChunk(request_id=g.request.request_id, token_ids=(token,), logprobs=logprobs, prompt_logprobs=first, usage=begun)
 
     # -- leaving a row
@@ -337,7 +342,9 @@ class Scheduler:
             lease, consumed = g.lease, g.submitted
             self._vacate(g)
             if self.cache.enabled and consumed <= g.known:
-                self._donate(g, lease, self.cache.donate(lease, consumed, interval=reason is FinishReason.CANCELLED))
+                taken = self.cache.donate(lease, consumed, interval=reason is FinishReason.CANCELLED)
+                if not self._flights.attach(g, lease, taken):
+                    self._retention.settle(g, taken)
             else:
                 self.cache.release(lease)
         g.status = Status.FINISHED
@@ -352,14 +359,6 @@ class Scheduler:
             finish=reason,
             usage=g.usage,
         )
-
-    def _donate(self, g: Generation, lease: Lease, taken: Taken) -> None:
-        """Visible when the last step that writes it is applied."""
-        flight = self._flights.last_with(lease)
-        if flight is None:
-            self._retention.settle(g, taken)
-        else:
-            flight.donated.append((g, taken))
 
     def _vacate(self, g: Generation) -> None:
         self._retention.abandon(g)

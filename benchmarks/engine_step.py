@@ -1,0 +1,111 @@
+"""What deciding costs: scheduler and loop, per step, with an executor that returns at once.
+
+    python -m benchmarks.engine_step
+
+Floor: an asyncio task a step, and one plan row, result and chunk a running sequence, built and thrown away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+
+from benchmarks.report import Row, publish
+from engine.config import EngineConfig
+from engine.errors import K3Error
+from engine.loop import EngineLoop
+from engine.plan import GroupPlan, GroupResult, Output, RowResult, RowStep, StepPlan, StepResult
+from engine.types import GenerateRequest, SamplingParams, TokenChunk
+
+STEPS = 100
+REPEATS = 20
+CONTEXT = 1000  # tokens of each prompt
+
+
+class InstantExecutor:
+    async def run(self, plan: StepPlan) -> StepResult:
+        groups = tuple(
+            [GroupResult(rows=tuple([RowResult(row=r.row, token=7) for r in g.rows if r.output is Output.SAMPLE])) for g in plan.groups]
+        )
+        return StepResult(step=plan.step, groups=groups)
+
+
+class StepWatch:
+    """Times runs of STEPS steps, from the moment that every sequence decodes."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._steps = 0
+        self._begin = 0.0
+        self.times: list[float] = []
+        self.done = asyncio.Event()
+
+    def deliver(self, chunks: list[TokenChunk], failures: dict[str, K3Error]) -> None:
+        if len(chunks) < self._rows:
+            return
+        if self._steps % STEPS == 0:
+            now = time.thread_time()
+            if self._steps:
+                self.times.append((now - self._begin) / STEPS * 1e3)
+            self._begin = now
+            if len(self.times) == REPEATS:
+                self.done.set()
+        self._steps += 1
+
+
+async def floor_ms(rows: int) -> float:
+    async def task(step: int) -> StepResult:
+        results = tuple([RowResult(row=i, token=7) for i in range(rows)])
+        return StepResult(step=step, groups=(GroupResult(rows=results),))
+
+    begin = time.thread_time()
+    for step in range(STEPS):
+        steps = tuple([RowStep(row=i, start=step, count=1, output=Output.SAMPLE) for i in range(rows)])
+        StepPlan(step=step, groups=(GroupPlan(rows=steps),))
+        result = await asyncio.create_task(task(step))
+        [TokenChunk(request_id="r", token_ids=(r.token or 0,)) for r in result.groups[0].rows]
+    return (time.thread_time() - begin) / STEPS * 1e3
+
+
+async def decode_ms(rows: int, run_ahead: int) -> float:
+    """Milliseconds a step while `rows` sequences decode."""
+    tokens = CONTEXT + 64 + STEPS * (REPEATS + 1)
+    config = EngineConfig(
+        max_model_len=tokens,
+        num_pages=rows * (tokens // 64 + 2),
+        num_slots=4 * rows + 8,
+        max_running=rows,
+        max_batched_tokens=4096,
+        run_ahead=run_ahead,
+    )
+    watch = StepWatch(rows)
+    loop = EngineLoop(config, InstantExecutor(), deliver=watch.deliver)
+    loop.start()
+    for i in range(rows):
+        prompt = tuple(range(i, i + CONTEXT))
+        loop.submit(GenerateRequest(request_id=str(i), prompt=prompt, max_tokens=tokens, sampling=SamplingParams(), tenant=str(i % 8)))
+    await watch.done.wait()
+    await loop.stop()
+    return min(watch.times)
+
+
+def main() -> None:
+    rows = []
+    for count in (1, 64, 256):
+        gc.collect()
+        floor = min(asyncio.run(floor_ms(count)) for _ in range(REPEATS))
+        target = {64: 1.0}.get(count)
+        rows.append(Row(work=f"{count} decoding", floor=floor, ours=asyncio.run(decode_ms(count, 1)), target=target, unit="ms/step"))
+        rows.append(
+            Row(work=f"{count} decoding, no run-ahead", floor=floor, ours=asyncio.run(decode_ms(count, 0)), target=target, unit="ms/step")
+        )
+    publish(
+        "engine_step",
+        rows,
+        notes=f"scheduler + loop, processor time of the event loop; best of {REPEATS} x {STEPS} steps, {CONTEXT}-token prompts",
+    )
+
+
+if __name__ == "__main__":
+    main()
