@@ -21,4 +21,4 @@ def attn_res(blocks: Tensor, run: Tensor, norm: Tensor, query: Tensor, eps: floa
     inverse_rms = torch.rsqrt(sources.square().mean(-1) + eps)
     scores = (sources @ (norm.float() * query[0].float())) * inverse_rms  # [n + 1, T]
     alpha = torch.softmax(scores, 0)
-    return torch.einsum("nt,ntd->td", alpha, sources).to(run.dtype)
+    return (alpha.unsqueeze(-1) * sources).sum(0).to(run.dtype)

@@ -20,23 +20,27 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 def dequantise(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """packed [..., in/2] uint8, scale [..., in/32] uint8 -> [..., in] in `dtype`. Scale byte 255 is NaN."""
     check_shape("scale", scale, *packed.shape[:-1], packed.shape[-1] * 2 // BLOCK)
-    values = torch.nn.functional.embedding(packed.int(), _pairs(packed.device))  # [..., in/2, 2]
-    blocks = values.reshape(*scale.shape, BLOCK)
-    return (blocks * scale_values(scale).unsqueeze(-1)).reshape(*packed.shape[:-1], -1).to(dtype)
+    pairs = _pairs(packed.device).index_select(0, packed.flatten().int()).view(torch.float32)
+    blocks = pairs.view(*scale.shape, BLOCK) * scale_values(scale).unsqueeze(-1)
+    return blocks.view(*packed.shape[:-1], packed.shape[-1] * 2).to(dtype)
 
 
 def scale_values(scale: Tensor) -> Tensor:
-    """E8M0 bytes -> fp32 multipliers: the byte is the fp32 exponent field, but for 0 (2^-127, a subnormal) and 255 (NaN)."""
-    bits = scale.int() << 23
-    bits = bits.masked_fill(scale == 0, 1 << 22).masked_fill(scale == 255, 0x7FC00000)
-    return bits.view(torch.float32)
+    """E8M0 bytes -> fp32 multipliers of the same shape."""
+    return _scales(scale.device).index_select(0, scale.flatten().int()).view(scale.shape)
 
 
 @functools.cache
 def _pairs(device: torch.device) -> Tensor:
-    """[256, 2]: a byte's two values, low nibble first. A constant, made once a device."""
+    """[256] int64: the fp32 bits of a byte's two values, low nibble first; one look-up a byte. A constant, made once a device."""
     table = torch.tensor(E2M1, dtype=torch.float32, device=device)
-    return torch.stack((table.repeat(16), table.repeat_interleave(16)), 1)
+    return torch.stack((table.repeat(16), table.repeat_interleave(16)), 1).view(torch.int64).flatten()
+
+
+@functools.cache
+def _scales(device: torch.device) -> Tensor:
+    """[256] fp32: powers of two, NaN for byte 255. A constant, made once a device."""
+    return torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), float("nan")], dtype=torch.float32, device=device)
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,10 @@ def short_conv(x: Tensor, weight: Tensor, state: Tensor, read_slots: Tensor, wri
     check_shape("write_slots", write_slots, sequences)
     check_device(x, weight=weight, state=state, read_slots=read_slots, write_slots=write_slots, cu_seqlens=cu_seqlens)
     past = state[read_slots.clamp(min=0)].masked_fill((read_slots < 0)[:, None, None], 0)  # [N, W - 1, C]
+    if x.shape[0] == sequences:  # one token each
+        window = torch.cat((past.to(x.dtype), x.unsqueeze(1)), 1)  # [N, W, C]
+        state[write_slots] = window[:, 1:].to(state.dtype)
+        return torch.nn.functional.silu((window.float() * weight[:, 0].float().T).sum(1))
     sequence = torch.repeat_interleave(torch.arange(sequences, device=x.device), cu_seqlens.diff(), output_size=x.shape[0])
     token = torch.arange(x.shape[0], device=x.device) + (width - 1) * (sequence + 1)  # place of each token among past and new inputs
     before = torch.arange(width - 1, device=x.device) - (width - 1)

@@ -38,6 +38,18 @@ def test_ragged_over_slots(width: int) -> None:
     assert state[3].isnan().all()
 
 
+def test_one_token_each() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(3, 10, generator=generator), torch.randn(10, 1, 4, generator=generator)
+    state = torch.randn(5, 3, 10, generator=generator)
+    before = state.clone()
+    found = short_conv(x, weight, state, torch.tensor([4, -1, 0]), torch.tensor([4, 1, 2]), torch.arange(4))
+    for i, past in enumerate((before[4], torch.zeros(3, 10), before[0])):
+        torch.testing.assert_close(found[i : i + 1], by_hand(x[i : i + 1], weight, past))
+        assert torch.equal(state[(4, 1, 2)[i]], torch.cat((past, x[i : i + 1]))[1:])
+    assert torch.equal(state[[0, 3]], before[[0, 3]])
+
+
 def test_no_sequences() -> None:
     none = torch.empty(0, dtype=torch.int64)
     assert short_conv(torch.zeros(0, 4), torch.zeros(4, 1, 4), torch.zeros(1, 3, 4), none, none, torch.tensor([0])).shape == (0, 4)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from engine.plan import Output, StepResult
-from model.runner import ModelRunner
-from tests.model.golden import LOGITS_TOLERANCE, PROMPTS, STATE_TOLERANCE, Golden
+from model.parallel import Mesh
+from model.runner import ModelRunner, build_runner
+from tests.model.golden import LOGITS_TOLERANCE, PROMPTS, STATE_TOLERANCE, Golden, golden
 from tests.model.planning import Planned, Planner, logits_of, tokens_of
 
 GENERATED = 24
@@ -153,3 +154,22 @@ def test_preempted_row_starts_again(runner: ModelRunner, gold: Golden) -> None:
     planner.generate([again], GENERATED - 10)
     results = play(runner, planner)
     assert tokens_of(results, row) + tokens_of(results, again) == gold.greedy("r64")
+
+
+@pytest.mark.parametrize(("name", "bound"), [("tiny-a", 0.12), ("tiny-b", 0.17)])
+def test_bfloat16(name: str, bound: float) -> None:
+    """Random tiny models amplify rounding: judged by the rms error over the logits' deviation, against that of the reference in bf16.
+
+    The reference's own figures on p200 are 0.08 and 0.11 (recurrence in fp32 there too).
+    """
+    gold = golden(name)
+    runner = build_runner(gold.model, Mesh.single(), device="cpu", dtype=torch.bfloat16, page_size=16, num_pages=20, num_slots=1)
+    planner = Planner()
+    row = planner.add(gold.prompt("p200"))
+    for count in (130, 1, 69):
+        planner.consume(row, count, Output.LOGITS)
+        planner.flush()
+    found, expected = logits_of(play(runner, planner), row, runner.model.config.vocab_size), gold.logits("p200")
+    error = ((found - expected).square().mean().sqrt() / expected.std()).item()
+    assert error < bound
+    assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.88
