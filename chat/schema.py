@@ -79,7 +79,7 @@ def _check_form(root: Schema, path: str) -> None:
         jsonschema.validators.validator_for(root, default=jsonschema.Draft202012Validator).check_schema(root)
     except jsonschema.SchemaError as error:
         where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in error.absolute_path)
-        raise ChatError(f"not a JSON schema: {error.message[:300]}", f"{path}{where}") from error
+        raise ChatError(f"not a JSON schema, at `{where.removeprefix('.')}`: {error.message[:300]}", f"{path}{where}") from error
 
 
 def _error(schema: Schema) -> str:

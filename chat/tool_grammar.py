@@ -70,10 +70,9 @@ def _arguments(lark: Lark, tool: Tool) -> str:
     rules: dict[str, str] = {}
     for name, value in properties.items():
         bodies = value_bodies(lark, root, value, f"{path}.properties.{name}")
+        assert bodies or name not in required, "check_schema finds what cannot be met"
         if bodies:
             rules[name] = _argument(lark, literal(f'argument key="{escape(name)}{_TYPE}'), bodies)
-        elif name in required:
-            raise ChatError(f"the schema's `required` asks for {name!r}, which nothing satisfies", f"{path}.required")
     must = [name in required for name in rules]
     return _in_any_order(lark, list(rules.values()), must) if len(rules) <= ANY_ORDER else _as_declared(list(rules.values()), must)
 

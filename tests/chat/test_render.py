@@ -72,7 +72,7 @@ def test_no_text_of_a_client_becomes_a_control_token(a: str, b: str, c: str, d: 
                 "role": "assistant",
                 "content": z,
                 "reasoning_content": w + "r",
-                "tool_calls": [call("f" + x, {y: z, "n": [w]}), call("g", "not JSON " + x, None)],
+                "tool_calls": [call("f" + x, {"k" + y: z, "n": [w]}), call("g", "not JSON " + x, None)],
             },
             {"role": "tool", "tool": "t" + x, "content": y},
         ]
