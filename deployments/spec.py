@@ -12,6 +12,8 @@ class ShardSpec:
     """One replica's shards. `shards` ranks hold all experts between them; `tp` consecutive ranks share the heads of one DP group."""
 
     model_dir: str
+    vocab_size: int
+    tokenizer_dir: str | None  # for grammars; None: token ids only, so nothing is ever constrained
     tp: int
     shards: int
     device: str  # "cpu" | "cuda"

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.errors import Unsupported
 from engine.plan import GroupPlan, GroupResult, Output, RowResult, RowStep, StepPlan, StepResult
 from engine.types import TokenLogprob
 from model.batch import Segment, build_batch
@@ -16,7 +17,7 @@ from model.config import ModelConfig
 from model.kimi_k3 import KimiK3
 from model.loader import load
 from model.parallel import Mesh
-from model.rows import RowTable
+from model.rows import Matchers, RowTable
 from model.sampler import logprobs, sample
 from model.state import StatePools
 
@@ -24,12 +25,12 @@ from model.state import StatePools
 class ModelRunner:
     """Every process of the mesh gets the same plans in the same order; the results of all groups come out on rank 0."""
 
-    def __init__(self, model: KimiK3, mesh: Mesh, pools: StatePools) -> None:
+    def __init__(self, model: KimiK3, mesh: Mesh, pools: StatePools, matchers: Matchers | None = None) -> None:
         self.model = model
         self.mesh = mesh
         self.pools = pools
         self.device = pools.latents.device
-        self.table = RowTable(model.config.vocab_size, self.device)
+        self.table = RowTable(model.config.vocab_size, self.device, matchers)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -58,6 +59,8 @@ class ModelRunner:
                 self.pools.copy_page(copy.src, copy.dst)
             else:
                 raise ValueError(f"copy of kind {copy.kind!r}, expected 'slot' or 'page'")
+        if self.mesh.tp_rank == 0 and self.table.matchers is None and any(new.constraint is not None for new in own.new_rows):
+            raise Unsupported("constrained decoding needs a tokenizer, and this engine was started without one", "response_format")
         self.table.add(own)
 
     def _step(self, own: GroupPlan, counts: Sequence[int]) -> GroupResult:
@@ -131,8 +134,9 @@ def build_runner(
     page_size: int,
     num_pages: int,
     num_slots: int,
+    matchers: Matchers | None = None,
 ) -> ModelRunner:
-    """Check and load this process' part of the checkpoint and allocate its pools.
+    """Check and load this process' part of the checkpoint and allocate its pools. `matchers`: on ranks that sample constrained rows.
 
     Raises `ConfigError` for a model or grid that cannot be served and `CheckpointError` for a faulty checkpoint.
     """
@@ -141,7 +145,7 @@ def build_runner(
     pools = StatePools.allocate(
         config, tp_size=mesh.tp, page_size=page_size, num_pages=num_pages, num_slots=num_slots, device=device, dtype=dtype
     )
-    return ModelRunner(model, mesh, pools)
+    return ModelRunner(model, mesh, pools, matchers)
 
 
 def _speaks(group: GroupPlan) -> bool:

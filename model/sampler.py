@@ -1,7 +1,7 @@
 """Logits -> tokens, all rows at once. Randomness is counter-based: Gumbel-max with a hash of (seed, choice, position, vocabulary id).
 
 So a token depends on its own row only: not on the batch, the shards, the step it was drawn in or the process. Order of operations:
-bias and penalties -> temperature -> top-k -> top-p -> min-p -> Gumbel argmax. Ties go to the lowest id. Temperature 0 is the argmax
+mask, bias and penalties -> temperature -> top-k -> top-p -> min-p -> Gumbel argmax. Ties go to the lowest id. Temperature 0 is the argmax
 after bias and penalties.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ class Draw:
     position: int
     generated_counts: Tensor | None = None  # [vocab] int32, kept by rows with penalties
     seen: Tensor | None = None  # [vocab] bool: in the prompt or generated; kept by rows with a repetition penalty
+    allowed: np.ndarray | None = None  # int32 [ceil(vocab / 32)], bit i % 32 of word i // 32 is id i: what the grammar lets through
 
 
 def needs_counts(params: SamplingParams) -> bool:
@@ -112,10 +114,12 @@ def _truncate(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _penalised(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Bias, then repetition penalty (vLLM), then presence and frequency (OpenAI): only the rows that ask for it."""
+    """Mask and bias, then repetition penalty (vLLM), then presence and frequency (OpenAI): only the rows that ask for it."""
     scores = logits.float().clone()
     for row, d in zip(scores, draws, strict=True):
         p = d.params
+        if d.allowed is not None:
+            row.masked_fill_(~_unpacked(d.allowed, row), float("-inf"))
         if p.logit_bias:
             ids, bias = zip(*p.logit_bias, strict=True)
             row.index_add_(0, torch.tensor(ids, device=row.device), torch.tensor(bias, device=row.device, dtype=row.dtype))
@@ -125,6 +129,12 @@ def _penalised(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         if d.generated_counts is not None and needs_counts(p):
             row -= p.frequency_penalty * d.generated_counts + p.presence_penalty * (d.generated_counts > 0)
     return scores
+
+
+def _unpacked(allowed: np.ndarray, row: Tensor) -> Tensor:
+    """Bit set -> [vocab] bool on the row's device."""
+    words = torch.from_numpy(allowed.copy()).to(row.device)
+    return ((words.unsqueeze(1) >> torch.arange(32, device=row.device, dtype=torch.int32)) & 1).flatten()[: row.shape[0]].bool()
 
 
 def _ordered(logits: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ FORBIDDEN: dict[str, set[str]] = {
 }
 # Wiring code may know two worlds (docs/structure.md); each entry says which.
 WIRING = {
-    "deployments/shard.py": {"model"},
+    "deployments/shard.py": {"model", "chat.matcher", "chat.tokenizer"},
     "deployments/lockstep.py": {"model.parallel"},  # imported by the shard only
     "app/default_model.py": {"model"},
     "app/score.py": {"model"},
