@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from app.openai import MAX_CHOICES, ChatRequest, CompletionRequest, Sampled, TokenizeRequest
 from chat.grammar import constraint_for
+from chat.history import HistoryPolicy, Verdict, apply_policy
 from chat.options import read_options
 from chat.render import render
 from chat.tokenizer import Tokenizer
@@ -48,6 +49,7 @@ class Limits:
     default_max_tokens: int = 131_072
     max_stop_sequences: int = 5
     max_stop_bytes: int = 32
+    history: HistoryPolicy = HistoryPolicy.ACCEPT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,7 @@ class ChatJob:
     requests: tuple[GenerateRequest, ...]
     tools: bool  # calls are shown; otherwise swallowed
     stops: tuple[str, ...]
+    history: Verdict | None  # on the reasoning of the turns that the client sent back; None = not thinking, so none is rendered
 
     @property
     def thinking(self) -> bool:
@@ -109,6 +112,10 @@ def chat_job(request: ChatRequest, caller: Caller, model: ServedModel, limits: L
     if tokenizer is None:
         raise no_tokenizer("chat")
     asked = conversation(request)
+    verdict: Verdict | None = None
+    if asked.thinking:
+        messages, verdict = apply_policy(limits.history, asked.messages)
+        asked = replace(asked, messages=messages)
     prompt = render(asked, tokenizer)
     stops = _stops(request, limits)
     tools = read_tools(asked)
@@ -131,6 +138,7 @@ def chat_job(request: ChatRequest, caller: Caller, model: ServedModel, limits: L
         prompt=prompt,
         requests=_choices(first, request.n or 1),
         tools=bool(tools) and read_tool_choice(request.tool_choice, tools).mode != "none",
+        history=verdict,
         stops=stops,
     )
 

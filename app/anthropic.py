@@ -135,14 +135,16 @@ def _message(message: Mapping[str, Any], path: str, *, last: bool) -> list[dict[
 
 def _assistant(blocks: Sequence[Mapping[str, Any]], path: str, *, last: bool) -> dict[str, Any]:
     """A turn of the history. As the last message it is one to be continued."""
-    reasoning, content, calls = "", [], []
+    reasoning: list[str] = []
+    content: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
     for j, block in enumerate(blocks):
         where = f"{path}.content[{j}]"
         match block.get("type"):
             case "thinking":
                 if not isinstance(block.get("thinking"), str):
                     raise ChatError("expected a string", f"{where}.thinking")
-                reasoning += block["thinking"]
+                reasoning.append(block["thinking"])
             case "redacted_thinking":
                 pass  # another provider's: nobody here can read it
             case "tool_use":
@@ -150,7 +152,9 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], path: str, *, last: bool) ->
                 calls.append({"id": block.get("id"), "type": "function", "function": function})
             case _:
                 content.append(_text(block, where))
-    turn: dict[str, Any] = {"role": "assistant", "content": content, "reasoning_content": reasoning}
+    turn: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning:
+        turn["reasoning_content"] = "".join(reasoning)
     if calls:
         turn["tool_calls"] = calls
     elif last:

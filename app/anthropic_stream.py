@@ -1,6 +1,7 @@
 """Updates → Anthropic's events, or the one message. Each content block starts and stops exactly once, before the next one starts.
 
-A thinking block ends with a signature: without it Claude Code throws the reply away. Any signature is accepted back.
+A thinking block ends with a signature: without it Claude Code throws the reply away. Any signature is accepted back. Thinking that was
+empty is a block too: sent back, it tells a history that is complete from one that lost its thinking.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from typing import Any
 import orjson
 
 from app.choice import Finish, ReasoningEnd, Update
-from app.pricing import Price
 from app.transcript import Transcript
-from app.usage import Meter, Tokens, cost
+from app.usage import Bill, Meter, Tokens
 from chat.types import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -23,16 +23,15 @@ def stop_reason(finish: Finish) -> str:
     return "stop_sequence" if finish.stop_string is not None else STOP_REASONS[finish.reason]
 
 
-def anthropic_usage(tokens: Tokens, price: Price | None = None) -> dict[str, Any]:
+def anthropic_usage(tokens: Tokens) -> dict[str, Any]:
     """`input_tokens` leaves out what was cached, as Anthropic counts."""
-    amount = cost(tokens, price)
     return {
         "input_tokens": tokens.prompt - tokens.cached,
         "cache_read_input_tokens": tokens.cached,
         "cache_creation_input_tokens": 0,
         "output_tokens": tokens.completion,
         "output_tokens_details": {"thinking_tokens": tokens.reasoning},
-    } | ({} if amount is None else {"cost": amount})
+    }
 
 
 def signature(thinking: str) -> str:
@@ -45,10 +44,10 @@ class MessageWriter:
 
     ping_every_s: float | None = 10.0  # clients give up on a silent connection during a long prefill
 
-    def __init__(self, message_id: str, model: str, meter: Meter, price: Price | None) -> None:
+    def __init__(self, message_id: str, model: str, meter: Meter, bill: Bill) -> None:
         self._message = {"id": message_id, "type": "message", "role": "assistant", "model": model}
         self._meter = meter
-        self._price = price
+        self._bill = bill
         self._index = -1  # of the open or last block
         self._kind = ""  # of the open block
         self._thought: list[str] = []
@@ -78,7 +77,9 @@ class MessageWriter:
                     events += self._block("tool_use", {"id": piece.call_id, "name": name, "input": {}})
                 case ToolCallArguments(_, fragment):
                     events.append(self._delta("input_json_delta", partial_json=fragment))
-                case ToolCallEnd() | ReasoningEnd():
+                case ReasoningEnd():
+                    events += [*self._block("thinking", {"thinking": "", "signature": ""}), *self._stop()]
+                case ToolCallEnd():
                     events += self._stop()
         self._finish = update.finish
         return events
@@ -86,7 +87,7 @@ class MessageWriter:
     def end(self) -> list[dict[str, Any]]:
         assert self._finish is not None, "the stream ended"
         delta = {"stop_reason": stop_reason(self._finish), "stop_sequence": self._finish.stop_string}
-        usage = anthropic_usage(self._meter.total(), self._price)
+        usage = anthropic_usage(self._meter.total()) | self._bill.extras(self._meter.total())
         return [*self._stop(), {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
 
     def _block(self, kind: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
@@ -109,11 +110,11 @@ class MessageWriter:
         return [*events, {"type": "content_block_stop", "index": self._index}]
 
 
-def message_body(message_id: str, model: str, transcript: Transcript, meter: Meter, price: Price | None) -> dict[str, Any]:
+def message_body(message_id: str, model: str, transcript: Transcript, meter: Meter, bill: Bill) -> dict[str, Any]:
     assert transcript.finish is not None, "read to its end"
     reply = transcript.reply
     content: list[dict[str, Any]] = []
-    if reply.reasoning:
+    if transcript.reasoned:
         content.append({"type": "thinking", "thinking": reply.reasoning, "signature": signature(reply.reasoning)})
     if reply.content:
         content.append({"type": "text", "text": reply.content})
@@ -129,5 +130,5 @@ def message_body(message_id: str, model: str, transcript: Transcript, meter: Met
         "content": content,
         "stop_reason": stop_reason(transcript.finish),
         "stop_sequence": transcript.finish.stop_string,
-        "usage": anthropic_usage(meter.total(), price),
+        "usage": anthropic_usage(meter.total()) | bill.extras(meter.total()),
     }

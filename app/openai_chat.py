@@ -15,9 +15,8 @@ from typing import Any
 from app.choice import Finish, Piece, ReasoningEnd, Update
 from app.logprobs import chat_logprobs
 from app.openai import ChatRequest, StreamOptions
-from app.pricing import Price
 from app.transcript import Transcript
-from app.usage import Meter, Tokens, cost, openai_usage
+from app.usage import Bill, Meter, Tokens, openai_usage
 from chat.tokenizer import Tokenizer
 from chat.types import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 
@@ -42,16 +41,14 @@ class ChatWriter:
 
     ping_every_s: float | None = None  # the contract has no frame that means nothing
 
-    def __init__(
-        self, head: Head, request: ChatRequest, prompt_ids: Sequence[int], tokenizer: Tokenizer, meter: Meter, price: Price | None
-    ) -> None:
+    def __init__(self, head: Head, request: ChatRequest, prompt_ids: Sequence[int], tokenizer: Tokenizer, meter: Meter, bill: Bill) -> None:
         self._head = {"id": head.id, "object": "chat.completion.chunk", "created": head.created, "model": head.model}
         self._options = request.stream_options or StreamOptions()
         self._token_ids = bool(request.return_token_ids)
         self._prompt_ids = prompt_ids
         self._tokenizer = tokenizer
         self._meter = meter
-        self._price = price
+        self._bill = bill
         self._begun: set[int] = set()
 
     def begin(self) -> list[dict[str, Any]]:
@@ -78,7 +75,7 @@ class ChatWriter:
         """After every choice has ended."""
         if not self._options.include_usage:
             return []
-        return [{**self._head, "choices": [], "usage": self._usage(self._meter.total())}]
+        return [{**self._head, "choices": [], "usage": final_usage(self._meter.total(), self._bill)}]
 
     def _frame(self, choice: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> dict[str, Any]:
         frame = {**self._head, "choices": [{"index": choice, "delta": delta, "finish_reason": finish, **more}]}
@@ -96,7 +93,7 @@ class ChatWriter:
         frames = []
         if self._options.include_internal_content and finish.token_ids:
             frames.append(self._frame(choice, {"internal_content": {"token_ids": finish.token_ids}}))
-        usage = self._usage(self._meter.of_choice(choice))
+        usage = final_usage(self._meter.of_choice(choice), self._bill)
         frames.append(self._frame(choice, {}, finish.reason, usage=usage, **self._beside(finish)))
         return frames
 
@@ -109,14 +106,9 @@ class ChatWriter:
             beside["token_ids"] = tokens.token_ids
         return beside
 
-    def _usage(self, tokens: Tokens) -> dict[str, Any]:
-        return priced_usage(tokens, self._price)
 
-
-def priced_usage(tokens: Tokens, price: Price | None) -> dict[str, Any]:
-    """Final figures carry their cost in USD."""
-    amount = cost(tokens, price)
-    return openai_usage(tokens) | ({} if amount is None else {"cost": amount})
+def final_usage(tokens: Tokens, bill: Bill) -> dict[str, Any]:
+    return openai_usage(tokens) | bill.extras(tokens)
 
 
 def _delta(piece: Piece) -> dict[str, Any]:
@@ -142,7 +134,7 @@ def chat_body(
     transcripts: Sequence[Transcript],
     tokenizer: Tokenizer,
     meter: Meter,
-    price: Price | None,
+    bill: Bill,
     *,
     thinking: bool,
 ) -> dict[str, Any]:
@@ -165,7 +157,7 @@ def chat_body(
         "created": head.created,
         "model": head.model,
         "choices": choices,
-        "usage": priced_usage(meter.total(), price),
+        "usage": final_usage(meter.total(), bill),
     }
     if request.return_token_ids:
         body["prompt_token_ids"] = list(prompt_ids)

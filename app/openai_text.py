@@ -9,10 +9,9 @@ from app.adapter import CompletionJob
 from app.choice import Finish, Update
 from app.logprobs import CompletionLogprobs
 from app.openai import CompletionRequest, StreamOptions
-from app.openai_chat import Head, priced_usage
-from app.pricing import Price
+from app.openai_chat import Head, final_usage
 from app.transcript import Transcript
-from app.usage import Meter, openai_usage
+from app.usage import Bill, Meter, openai_usage
 from chat.tokenizer import Tokenizer
 from chat.types import ContentDelta
 from engine.types import TokenLogprob
@@ -24,7 +23,7 @@ class CompletionWriter:
     ping_every_s: float | None = None
 
     def __init__(
-        self, head: Head, request: CompletionRequest, job: CompletionJob, tokenizer: Tokenizer | None, meter: Meter, price: Price | None
+        self, head: Head, request: CompletionRequest, job: CompletionJob, tokenizer: Tokenizer | None, meter: Meter, bill: Bill
     ) -> None:
         self._head = {"id": head.id, "object": "text_completion", "created": head.created, "model": head.model}
         self._request = request
@@ -32,7 +31,7 @@ class CompletionWriter:
         self._job = job
         self._tokenizer = tokenizer
         self._meter = meter
-        self._price = price
+        self._bill = bill
         spelled = None if request.return_tokens_as_token_ids else tokenizer
         self._logprobs = [CompletionLogprobs(spelled) for _ in job.requests]
         self._begun: set[int] = set()
@@ -66,7 +65,7 @@ class CompletionWriter:
     def end(self) -> list[dict[str, Any]]:
         if not self._options.include_usage:
             return []
-        return [{**self._head, "choices": [], "usage": priced_usage(self._meter.total(), self._price)}]
+        return [{**self._head, "choices": [], "usage": final_usage(self._meter.total(), self._bill)}]
 
     def body(self, transcripts: Sequence[Transcript]) -> dict[str, Any]:
         choices = []
@@ -82,7 +81,7 @@ class CompletionWriter:
                 choice["token_ids"] = transcript.token_ids
                 choice["prompt_token_ids"] = self._prompt(index)
             choices.append(choice)
-        return {**self._head, "choices": choices, "usage": priced_usage(self._meter.total(), self._price)}
+        return {**self._head, "choices": choices, "usage": final_usage(self._meter.total(), self._bill)}
 
     def _frame(
         self,

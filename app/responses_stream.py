@@ -12,10 +12,9 @@ from app.choice import Finish, Piece, ReasoningEnd, Update
 from app.logprobs import chat_logprobs
 from app.openai import ChatRequest
 from app.openai_chat import Head
-from app.pricing import Price
 from app.responses import ResponsesRequest, seal
 from app.transcript import Transcript
-from app.usage import Meter, cost
+from app.usage import Bill, Meter
 from chat.tokenizer import Tokenizer
 from chat.types import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 
@@ -27,15 +26,13 @@ class ResponseWriter:
 
     ping_every_s: float | None = None
 
-    def __init__(
-        self, head: Head, asked: ResponsesRequest, request: ChatRequest, tokenizer: Tokenizer, meter: Meter, price: Price | None
-    ) -> None:
+    def __init__(self, head: Head, asked: ResponsesRequest, request: ChatRequest, tokenizer: Tokenizer, meter: Meter, bill: Bill) -> None:
         self._head = head
         self._asked = asked
         self._effort = request.reasoning_effort
         self._tokenizer = tokenizer
         self._meter = meter
-        self._price = price
+        self._bill = bill
         self._output: list[dict[str, Any]] = []
         self._open = ""  # type of the item that grows
         self._text: list[str] = []  # its text or arguments so far
@@ -94,7 +91,9 @@ class ResponseWriter:
             case ToolCallArguments(_, fragment):
                 self._text.append(fragment)
                 return [self._grow("response.function_call_arguments.delta", delta=fragment)]
-            case ToolCallEnd() | ReasoningEnd():
+            case ReasoningEnd():
+                return [*self._item("reasoning", "rs", summary=[], content=[]), *self._close()]
+            case ToolCallEnd():
                 return self._close()
         raise AssertionError(piece)
 
@@ -125,11 +124,10 @@ class ResponseWriter:
             item["arguments"] = text
             if complete:
                 events.append(self._grow("response.function_call_arguments.done", name=item["name"], arguments=text))
-        else:
-            [part] = item["content"]
+        for part in item.get("content", ()):
             part["text"] = text
             with_logprobs = {"logprobs": self._logprobs} if item["type"] == "message" else {}
-            part |= with_logprobs
+            part.update(with_logprobs)
             events.append(self._grow(f"response.{part['type']}.done", content_index=0, text=text, **with_logprobs))
             events.append(self._grow("response.content_part.done", content_index=0, part=part))
         if item["type"] == "reasoning" and self._asked.encrypted_reasoning:
@@ -182,14 +180,13 @@ class ResponseWriter:
 
     def _usage(self) -> dict[str, Any]:
         tokens = self._meter.total()
-        amount = cost(tokens, self._price)
         return {
             "input_tokens": tokens.prompt,
             "input_tokens_details": {"cached_tokens": tokens.cached, "cache_write_tokens": 0},
             "output_tokens": tokens.completion,
             "output_tokens_details": {"reasoning_tokens": tokens.reasoning},
             "total_tokens": tokens.prompt + tokens.completion,
-        } | ({} if amount is None else {"cost": amount})
+        } | self._bill.extras(tokens)
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:

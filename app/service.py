@@ -25,7 +25,8 @@ from app.responses import ResponsesRequest
 from app.responses_stream import ResponseWriter
 from app.transcript import Transcript, read
 from app.updates import Updates
-from app.usage import Meter, cost, headers
+from app.usage import Bill, Meter
+from chat.history import HistoryPolicy
 from chat.render import render
 from chat.tokenizer import Tokenizer
 from chat.types import ChatError
@@ -85,7 +86,7 @@ class ChatRun:
     model: str  # the name the client used
     updates: Updates
     meter: Meter
-    price: Price | None
+    bill: Bill
     tokenizer: Tokenizer
 
 
@@ -133,6 +134,7 @@ class Service:
                 default_max_tokens=config.default_max_tokens,
                 max_stop_sequences=config.max_stop_sequences,
                 max_stop_bytes=config.max_stop_bytes,
+                history=HistoryPolicy(config.thinking_history),
             ),
             prices=config.prices,
         )
@@ -145,9 +147,9 @@ class Service:
         request, ids = run.request, run.job.prompt.ids
         head = Head.new("chatcmpl", run.model)
         if request.stream:
-            return await self.stream(run, ChatWriter(head, request, ids, run.tokenizer, run.meter, run.price))
+            return await self.stream(run, ChatWriter(head, request, ids, run.tokenizer, run.meter, run.bill))
         transcripts, sent = await self.collect(run)
-        answer = chat_body(head, request, ids, transcripts, run.tokenizer, run.meter, run.price, thinking=run.job.thinking)
+        answer = chat_body(head, request, ids, transcripts, run.tokenizer, run.meter, run.bill, thinking=run.job.thinking)
         return Answer(answer, sent)
 
     async def completions(self, body: Mapping[str, Any], caller: Caller) -> Answer | Stream:
@@ -157,8 +159,8 @@ class Service:
         size = sum(map(len, request.prompts))
         job = await _beside_the_loop(size, lambda: completion_job(request, caller, self._model, self._limits, self._tokenizer))
         meter = Meter([len(prompt) for prompt in job.prompts], job.choices)
-        price = price_for(model, self._prices)
-        writer = CompletionWriter(Head.new("cmpl", model), request, job, self._tokenizer, meter, price)
+        bill = Bill(price_for(model, self._prices))
+        writer = CompletionWriter(Head.new("cmpl", model), request, job, self._tokenizer, meter, bill)
         skip = request.skip_special_tokens is not False
         updates = Updates(
             self._engine,
@@ -168,10 +170,10 @@ class Service:
             ],
         )
         if request.stream:
-            return await _stream(updates, meter, writer)
+            return await _stream(updates, meter, bill, writer)
         async with aclosing(updates):
             transcripts = await read(updates, len(job.requests), meter)
-        return Answer(writer.body(transcripts), headers(meter.total(), cost(meter.total(), price)))
+        return Answer(writer.body(transcripts), bill.headers(meter.total(), final=True))
 
     # -- the other dialects --------------------------------------------------------------------------------------------
 
@@ -181,9 +183,9 @@ class Service:
         run = await self._prepare_translated(anthropic.translate(asked), caller)
         message_id = f"msg_{secrets.token_hex(12)}"
         if asked.stream:
-            return await self.stream(run, MessageWriter(message_id, run.model, run.meter, run.price))
+            return await self.stream(run, MessageWriter(message_id, run.model, run.meter, run.bill))
         [transcript], sent = await self.collect(run)
-        return Answer(message_body(message_id, run.model, transcript, run.meter, run.price), sent)
+        return Answer(message_body(message_id, run.model, transcript, run.meter, run.bill), sent)
 
     async def count_tokens(self, body: Mapping[str, Any]) -> Answer:
         """/v1/messages/count_tokens."""
@@ -202,7 +204,7 @@ class Service:
         """/v1/responses."""
         asked = ResponsesRequest.model_validate(body)
         run = await self._prepare_translated(responses.translate(asked), caller)
-        writer = ResponseWriter(Head.new("resp", run.model, "_"), asked, run.request, run.tokenizer, run.meter, run.price)
+        writer = ResponseWriter(Head.new("resp", run.model, "_"), asked, run.request, run.tokenizer, run.meter, run.bill)
         if asked.stream:
             return await self.stream(run, writer)
         [transcript], sent = await self.collect(run)
@@ -273,16 +275,17 @@ class Service:
             for i, one in enumerate(job.requests)
         ]
         meter = Meter([len(job.prompt.ids)], len(job.requests))
-        return ChatRun(request, job, model, Updates(self._engine, work), meter, price_for(model, self._prices), tokenizer)
+        bill = Bill(price_for(model, self._prices), job.history)
+        return ChatRun(request, job, model, Updates(self._engine, work), meter, bill, tokenizer)
 
     async def collect(self, run: ChatRun) -> tuple[list[Transcript], dict[str, str]]:
         """Runs to the end: a transcript a choice, and the response's headers."""
         async with aclosing(run.updates):
             transcripts = await read(run.updates, len(run.job.requests), run.meter)
-        return transcripts, headers(run.meter.total(), cost(run.meter.total(), run.price))
+        return transcripts, run.bill.headers(run.meter.total(), final=True)
 
     async def stream(self, run: ChatRun, writer: Writer) -> Stream:
-        return await _stream(run.updates, run.meter, writer)
+        return await _stream(run.updates, run.meter, run.bill, writer)
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self._tokenizer is None:
@@ -304,7 +307,7 @@ class Service:
         }
 
 
-async def _stream(updates: Updates, meter: Meter, writer: Writer) -> Stream:
+async def _stream(updates: Updates, meter: Meter, bill: Bill, writer: Writer) -> Stream:
     try:
         first = await updates.ready(FIRST_WORD_S)
     except BaseException:
@@ -312,7 +315,7 @@ async def _stream(updates: Updates, meter: Meter, writer: Writer) -> Stream:
         raise
     if first is not None:
         meter.count(first)
-    sent = headers(meter.total())
+    sent = bill.headers(meter.total(), final=False)
     if not meter.admitted:
         del sent["x-msh-usage-cached-tokens"]  # rather none than a wrong one
     return Stream(_frames(updates, writer), sent, updates)

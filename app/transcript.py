@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from app.choice import Finish, Piece, ReasoningEnd, Update
 from app.usage import Meter
 from chat.reply import Reply, collect
+from chat.types import ReasoningDelta
 from engine.types import TokenLogprob
 
 
@@ -30,6 +31,11 @@ class Transcript:
     def reply(self) -> Reply:
         """A call that did not end is left out."""
         return collect(piece.delta for piece in self.pieces if not isinstance(piece.delta, ReasoningEnd))
+
+    @property
+    def reasoned(self) -> bool:
+        """There was thinking, be it empty."""
+        return any(isinstance(piece.delta, ReasoningDelta | ReasoningEnd) for piece in self.pieces)
 
     @property
     def call_ids(self) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from app.choice import Update
 from app.pricing import Price
+from chat.history import Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +54,37 @@ class Meter:
         )
 
 
-def cost(tokens: Tokens, price: Price | None) -> float | None:
-    """USD, None without a price."""
-    if price is None:
-        return None
-    return price.cost(prompt_tokens=tokens.prompt, cached_tokens=tokens.cached, completion_tokens=tokens.completion)
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What final usage figures say beside the counts."""
+
+    price: Price | None = None
+    history: Verdict | None = None
+
+    def cost(self, tokens: Tokens) -> float | None:
+        """USD, None without a price."""
+        if self.price is None:
+            return None
+        return self.price.cost(prompt_tokens=tokens.prompt, cached_tokens=tokens.cached, completion_tokens=tokens.completion)
+
+    def extras(self, tokens: Tokens) -> dict[str, Any]:
+        """Further keys of a usage object: `cost` in USD, and whether the thinking history came back (`turn` counts from 1)."""
+        extras: dict[str, Any] = {}
+        if (amount := self.cost(tokens)) is not None:
+            extras["cost"] = amount
+        if self.history is not None:
+            extras["thinking_history"] = {"state": self.history.state.value, "turn": self.history.turn}
+        return extras
+
+    def headers(self, tokens: Tokens, *, final: bool) -> dict[str, str]:
+        """Usage as response headers: they reach a client even when the connection breaks before the last frame. The cost is known last."""
+        sent = {"x-msh-usage-prompt-tokens": str(tokens.prompt), "x-msh-usage-cached-tokens": str(tokens.cached)}
+        if self.history is not None:
+            turn = "" if self.history.turn is None else f"; turn={self.history.turn}"
+            sent["x-thinking-history"] = f"{self.history.state.value}{turn}"
+        if final and (amount := self.cost(tokens)) is not None:
+            sent["x-cost"] = f"{amount:.8f}"
+        return sent
 
 
 def openai_usage(tokens: Tokens) -> dict[str, Any]:
@@ -70,11 +97,3 @@ def openai_usage(tokens: Tokens) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": tokens.cached},
         "completion_tokens_details": {"reasoning_tokens": tokens.reasoning},
     }
-
-
-def headers(tokens: Tokens, amount: float | None = None) -> dict[str, str]:
-    """Usage as response headers: they reach a client even when the connection breaks before the last frame."""
-    sent = {"x-msh-usage-prompt-tokens": str(tokens.prompt), "x-msh-usage-cached-tokens": str(tokens.cached)}
-    if amount is not None:
-        sent["x-cost"] = f"{amount:.8f}"
-    return sent

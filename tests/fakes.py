@@ -33,8 +33,8 @@ class FakeEngineClient:
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def has_open(self, count: int) -> None:
-        """Waits until that many streams are open."""
-        async with self._changed:
+        """Waits until that many streams are open. Raises TimeoutError when they never come."""
+        async with asyncio.timeout(30), self._changed:
             await self._changed.wait_for(lambda: self.open >= count)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:

@@ -213,6 +213,18 @@ async def test_a_conversation_has_the_tokens_of_its_chat_form(options: dict[str,
     assert counted.json() == {"input_tokens": len(translated.prompt)}
 
 
+@pytest.mark.parametrize("reasoning", ["", "They ask."])
+async def test_what_is_sent_back_unchanged_is_a_complete_history(reasoning: str) -> None:
+    async with Edge(says(reply()("Hi!", reasoning=reasoning))) as edge:
+        content = (await whole(edge, ASK))["content"]
+        turns = [*ASK["messages"], {"role": "assistant", "content": content}, {"role": "user", "content": "more"}]
+        kept = await edge.post(MESSAGES, ASK | {"messages": turns})
+        turns[1] = {"role": "assistant", "content": [block for block in content if block["type"] != "thinking"]}
+        lost = await edge.post(MESSAGES, ASK | {"messages": turns})
+    assert kept.headers["x-thinking-history"] == "complete"
+    assert lost.headers["x-thinking-history"] == "missing; turn=1"
+
+
 @pytest.mark.parametrize("result", [{}, {"content": ""}, {"content": []}, {"content": None}])
 async def test_a_tool_result_may_be_empty_in_every_spelling(result: dict[str, Any]) -> None:
     messages = [

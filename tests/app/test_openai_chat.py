@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from app.adapter import Limits
+from chat.history import HistoryPolicy
 from chat.render import render
 from chat.types import Conversation
 from engine.errors import InvalidRequest, QueueFull, ShardLost
@@ -344,6 +346,37 @@ async def test_what_the_engine_is_asked() -> None:
     assert asked.stop_token_ids == tokenizer().stop_ids
     assert edge.asked.max_tokens == 4096 - len(prompt.ids), "without a budget: what the context leaves"
     assert edge.asked.sampling.seed != s.seed
+
+
+TURNS = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "1", "reasoning_content": ""},
+    {"role": "user", "content": "two"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "three"},
+]
+
+
+async def test_a_lost_thinking_history_is_told() -> None:
+    async with Edge(says(THINKING)) as edge:
+        lost = await edge.post("/v1/chat/completions", {"messages": TURNS})
+        kept = await edge.post("/v1/chat/completions", {"messages": TURNS[:3]})
+        off = await edge.post("/v1/chat/completions", {"messages": TURNS, "thinking": {"type": "disabled"}})
+        frames = await edge.frames({"messages": TURNS})
+    assert lost.headers["x-thinking-history"] == "missing; turn=2"
+    assert lost.json()["usage"]["thinking_history"] == {"state": "missing", "turn": 2}
+    assert frames[-1]["choices"][0]["usage"]["thinking_history"] == {"state": "missing", "turn": 2}
+    assert kept.headers["x-thinking-history"] == "complete"
+    assert kept.json()["usage"]["thinking_history"] == {"state": "complete", "turn": None}
+    assert "x-thinking-history" not in off.headers
+
+
+async def test_a_lost_thinking_history_can_be_refused() -> None:
+    async with Edge(says(THINKING), limits=Limits(history=HistoryPolicy.REJECT)) as edge:
+        lost = await edge.post("/v1/chat/completions", {"messages": TURNS})
+        kept = await edge.post("/v1/chat/completions", {"messages": TURNS[:3]})
+    assert (lost.status_code, lost.json()["error"]["param"]) == (400, "messages[3].reasoning_content")
+    assert kept.status_code == 200
 
 
 async def test_history_and_tools_are_not_changed() -> None:

@@ -181,6 +181,17 @@ async def test_a_conversation_has_the_tokens_of_its_chat_form(options: dict[str,
     assert translated.constraint == edge.asked.constraint
 
 
+@pytest.mark.parametrize("reasoning", ["", "They ask."])
+async def test_what_is_sent_back_unchanged_is_a_complete_history(reasoning: str) -> None:
+    async with Edge(says(reply()("Hi!", reasoning=reasoning))) as edge:
+        output = (await whole(edge, ASK))["output"]
+        asked = [{"role": "user", "content": "hi"}, *output, {"role": "user", "content": "more"}]
+        kept = await edge.post(RESPONSES, ASK | {"input": asked})
+        lost = await edge.post(RESPONSES, ASK | {"input": [item for item in asked if item.get("type") != "reasoning"]})
+    assert kept.headers["x-thinking-history"] == "complete"
+    assert lost.headers["x-thinking-history"] == "missing; turn=1"
+
+
 @pytest.mark.parametrize("include", [[], ["reasoning.encrypted_content"]])
 async def test_output_sent_back_is_the_same_history_in_every_dialect(include: list[str]) -> None:
     async with Edge(says(CALLING)) as edge:

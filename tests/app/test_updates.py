@@ -11,7 +11,7 @@ from app.anthropic_stream import MessageWriter
 from app.choice import TextChoice
 from app.service import _frames
 from app.updates import Updates
-from app.usage import Meter
+from app.usage import Bill, Meter
 from engine.errors import ShardLost
 from engine.types import GenerateRequest
 from tests.app.edge import says, tokenizer, toys
@@ -94,7 +94,7 @@ async def test_pauses_are_told_and_nothing_is_lost() -> None:
 
 async def test_a_long_silence_is_filled_with_pings() -> None:
     gate = asyncio.Semaphore(0)
-    writer = MessageWriter("msg", "m", Meter([1]), None)
+    writer = MessageWriter("msg", "m", Meter([1]), Bill())
     writer.ping_every_s = 0.001
     kinds: list[str] = []
     async with aclosing(updates(says([71], gate=gate), max_tokens=1)) as source, aclosing(_frames(source, writer)) as frames:
