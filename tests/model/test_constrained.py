@@ -66,7 +66,9 @@ class Steps:
             count = len(prompt) + len(out) - start
             need = -(-(start + count) // 16)
             step = RowStep(row=0, start=start, count=count, new_pages=tuple(range(pages, need)), output=Output.SAMPLE)
-            plan = GroupPlan(dropped=tuple(self.runner.table.rows) if start == 0 else (), new_rows=(new,) if start == 0 else (), rows=(step,))
+            plan = GroupPlan(
+                dropped=tuple(self.runner.table.rows) if start == 0 else (), new_rows=(new,) if start == 0 else (), rows=(step,)
+            )
             result = self.runner.run(StepPlan(step=self.step, groups=(plan,))).groups[0].rows[0]
             self.step, start, pages = self.step + 1, start + count, need
             assert result.token is not None

@@ -1,0 +1,77 @@
+"""The same model on CUDA, in fp32, and over NCCL: the same logits, the same tokens."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.plan import Output, StepResult
+from engine.types import SamplingParams
+from model.parallel import Mesh
+from model.runner import build_runner
+from model.sampler import Draw, sample, uniform
+from tests.model.golden import DATA, LOGITS_TOLERANCE, SETS, Golden, golden
+from tests.model.planning import Planned, Planner, logits_of, tokens_of
+from tests.model.processes import run_processes
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+GENERATED = 24
+
+
+def plans(gold: Golden, groups: int) -> tuple[Planner, Planned, Planned]:
+    """A scored prompt in chunks with a checkpoint, a generated one in the last group."""
+    planner = Planner(groups=groups)
+    scored, generated = planner.add(gold.prompt("p200")), planner.add(gold.prompt("p70"), group=groups - 1)
+    for count in (1, 65, 134):
+        planner.consume(scored, count, Output.LOGITS, checkpoints=((100, planner.slot()),) if count == 134 else ())
+        planner.flush()
+    planner.generate([generated], GENERATED)
+    return planner, scored, generated
+
+
+def play(mesh: Mesh, name: str) -> list[StepResult]:
+    gold, device = golden(name), torch.device("cuda", mesh.rank)
+    runner = build_runner(gold.model, mesh, device=device, dtype=torch.float32, page_size=16, num_pages=40, num_slots=4)
+    return [runner.run(plan) for plan in plans(gold, mesh.groups)[0].plans]
+
+
+def assert_reference(results: list[StepResult], name: str, groups: int) -> None:
+    gold = golden(name)
+    _, scored, generated = plans(gold, groups)
+    expected = gold.logits("p200")
+    torch.testing.assert_close(logits_of(results, scored, expected.shape[1]), expected, atol=LOGITS_TOLERANCE, rtol=0)
+    assert tokens_of(results, generated) == gold.greedy("p70")
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_one_device(name: str) -> None:
+    assert_reference(play(Mesh.single(), name), name, 1)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_two_devices_over_nccl(tmp_path: Path) -> None:
+    cases = [("tiny-a", 1), ("tiny-a", 2), ("tiny-b", 2), ("tiny-c", 1)]
+    returned = run_processes(2, [(tp, partial(play, name=name)) for name, tp in cases], tmp_path, backend="nccl")
+    for (name, tp), ranks in zip(cases, returned, strict=True):
+        assert_reference(ranks[0], name, 2 // tp)
+
+
+def test_random_numbers_are_those_of_the_cpu() -> None:
+    keys, ids = torch.tensor([1, -5, 2**62]), torch.arange(163840)
+    assert torch.equal(uniform(keys.cuda(), ids.cuda()).cpu(), uniform(keys, ids))
+    logits = torch.randn(16, 1000, generator=torch.Generator().manual_seed(0))
+    draws = [Draw(SamplingParams(seed=i, temperature=0.9, top_p=0.9, top_k=50), 0, 10 + i) for i in range(16)]
+    assert sample(logits.cuda(), draws).tolist() == sample(logits, draws).tolist()
+
+
+def test_bytes_on_the_device() -> None:
+    """Weights and pools take what the plan for the machine says: experts stay packed."""
+    path = DATA / "tiny-b" / "model"
+    runner = build_runner(path, Mesh.single(), device="cuda", dtype=torch.bfloat16, page_size=16, num_pages=4, num_slots=2)
+    packed = runner.model.get_parameter("layers.1.block_sparse_moe.w13_packed")
+    assert packed.is_cuda
+    assert packed.dtype == torch.uint8
+    assert runner.pools.kda.dtype == torch.float32
