@@ -320,7 +320,8 @@ JSON = st.recursive(
 FIELDS = [
     "model", "messages", "prompt", "tools", "tool_choice", "stream", "stream_options", "n", "seed", "temperature", "top_p", "top_k",
     "min_p", "logit_bias", "max_tokens", "stop", "stop_token_ids", "logprobs", "top_logprobs", "response_format", "thinking",
-    "reasoning_effort", "chat_template_kwargs", "echo", "tokens", "priority", "return_token_ids",
+    "reasoning_effort", "chat_template_kwargs", "echo", "tokens", "priority", "return_token_ids", "input", "instructions", "text",
+    "reasoning", "include", "system", "output_config", "stop_sequences", "metadata", "max_output_tokens", "previous_response_id",
 ]  # fmt: skip
 MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "system", "assistant", "tool", "developer"]) | JSON},
@@ -337,13 +338,30 @@ MESSAGE = st.fixed_dictionaries(
         "name": JSON,
     },
 )
-BODY = st.fixed_dictionaries(
-    {}, optional={"messages": st.lists(MESSAGE, max_size=3), **{field: JSON for field in FIELDS if field != "messages"}}
+BLOCK = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "thinking", "tool_use", "tool_result", "image", "input_text", "output_text"]) | JSON},
+    optional={key: JSON for key in ("text", "thinking", "id", "name", "input", "tool_use_id", "content", "source", "image_url")},
 )
+TURN = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"])}, optional={"content": st.lists(BLOCK, max_size=3) | JSON})
+ITEM = st.fixed_dictionaries(
+    {"type": st.sampled_from(["message", "reasoning", "function_call", "function_call_output"]) | JSON},
+    optional={
+        "role": st.sampled_from(["user", "assistant"]) | JSON,
+        "content": st.lists(BLOCK, max_size=2) | JSON,
+        **{key: JSON for key in ("call_id", "name", "arguments", "output", "encrypted_content", "summary")},
+    },
+)
+SPECIAL = {
+    "messages": st.lists(MESSAGE | TURN, max_size=3),
+    "input": st.lists(ITEM, max_size=3) | JSON,
+    "system": st.lists(BLOCK, max_size=2) | JSON,
+}
+BODY = st.fixed_dictionaries({}, optional={field: SPECIAL.get(field, JSON) for field in FIELDS})
+POSTS = [CHAT, TEXT, "/tokenize", "/detokenize", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(body=BODY, path=st.sampled_from([CHAT, TEXT, "/tokenize", "/detokenize"]))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(body=BODY, path=st.sampled_from(POSTS))
 async def test_no_body_gives_a_500(body: Any, path: str) -> None:
     async with Edge(toys(), max_model_len=300) as edge:
         response = await edge.post(path, json.dumps(body).encode())
