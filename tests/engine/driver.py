@@ -14,10 +14,11 @@ GREEDY = SamplingParams(temperature=0)
 
 
 def config(**changes: int | bool) -> EngineConfig:
-    """A small engine: pages of 4 tokens, room for many rows unless told otherwise."""
+    """A small engine: pages and blocks of 4 tokens, room for many rows unless told otherwise."""
     base: dict[str, int | bool] = {
         "max_model_len": 256,
         "page_size": 4,
+        "block_size": int(changes.get("page_size", 4)),
         "num_pages": 128,
         "num_slots": 32,
         "max_running": 8,
