@@ -1,9 +1,12 @@
-"""What a group refuses before any work, and how many tokens it may generate."""
+"""What a group refuses before any work, how many tokens it may generate, and what an admission counts for."""
 
 from __future__ import annotations
 
 from engine.config import EngineConfig
 from engine.errors import ContextExceeded, InvalidRequest
+from engine.generation import Generation
+from engine.prefix import Match, Miss
+from engine.stats import Counters
 from engine.types import GenerateRequest
 
 
@@ -27,3 +30,28 @@ def budget(request: GenerateRequest, config: EngineConfig) -> int:
             f"the prompt has {prompt} tokens; the cache of this engine holds {pool} tokens ({config.num_pages} pages of {config.page_size})"
         )
     return min(request.max_tokens, min(config.max_model_len, pool) - prompt)
+
+
+def account(g: Generation, match: Match, counters: Counters, *, enabled: bool) -> None:
+    """Counts an admitted request as a hit or a miss, once: coming back after a preemption or a move is neither."""
+    assert g.lease is not None
+    start = g.lease.start
+    if g.cached_tokens is not None:
+        counters.tokens_resumed += start
+        counters.tokens_recomputed += g.known - start
+        return
+    g.cached_tokens = min(start, g.prompt_len)
+    g.resume_source = g.lease.source
+    counters.tokens_cached += g.cached_tokens
+    if start:
+        counters.hits += 1
+        g.miss_reason = None
+        return
+    if not enabled or g.prompt_logprobs is not None:
+        why = Miss.DISABLED
+    elif match.checkpoint is not None or match.evicted:
+        why = Miss.EVICTED
+    else:
+        why = Miss.NO_STATE if g.seen_before else Miss.NEVER_SEEN
+    g.miss_reason = g.miss_reason or why.value
+    counters.misses[g.miss_reason] += 1

@@ -31,11 +31,12 @@ class Lease:
     pages: list[int]
     start: int = 0  # tokens whose computation is skipped
     copies: tuple[Copy, ...] = ()  # to be made before the row's first step
+    source: str | None = None  # the tier of the state that it resumes from; None = none
 
 
 @dataclass(slots=True, eq=False)
 class Taken:
-    """A checkpoint in the making. Ends with `commit` or `discard`."""
+    """A checkpoint in the making, by a planned step or by an import. Ends with `commit` or `discard`."""
 
     position: int
     slot: int
@@ -45,13 +46,14 @@ class Taken:
 
 
 class CacheManager:
-    def __init__(self, *, num_pages: int, num_slots: int, page_size: int, enabled: bool = True) -> None:
+    def __init__(self, *, num_pages: int, num_slots: int, page_size: int, block_size: int | None = None, enabled: bool = True) -> None:
+        """`block_size` of the lineages; None = that of a page."""
         self.page_size = page_size
         self.enabled = enabled
         self._evictions = 0
         self.pages = Pages(num_pages)
         self.slots = Slots(num_slots)
-        self.index = PrefixIndex(page_size, max(_MIN_MEMORY, 4 * num_pages))
+        self.index = PrefixIndex(block_size or page_size, max(_MIN_MEMORY, 4 * num_pages))
         self._leases: set[Lease] = set()
         self._taken: set[Taken] = set()
 
@@ -94,6 +96,7 @@ class CacheManager:
             return self.acquire(Match(), tokens=tokens, reserved=reserved) if source is not None and self.idle else None
         lease = Lease(self.slots.take(), list(shared))
         if source is not None:
+            lease.source = source.source
             self.index.touch(source)
             self.pages.lease(shared)
             copies = [Copy(kind="slot", src=source.slot, dst=lease.slot)]
@@ -129,17 +132,46 @@ class CacheManager:
         self._taken.add(taken)
         return taken
 
-    def commit(self, taken: Taken, lineage: Lineage) -> None:
-        """Its step's result was applied: others may resume from it. A second one of the same lineage is dropped. Mutates."""
+    def reserve_import(self, position: int) -> Taken | None:
+        """A slot and pages for a state that comes from elsewhere; None when there is no room. Mutates: evicts.
+
+        Steps on their way may still use what was free: nothing is written here before they have landed.
+        """
+        count = self.pages_for(position)
+        if not self.enabled or not self._make_room(pages=count, slots=1):
+            return None
+        pages = tuple(self.pages.take(count))
+        self.pages.hold(pages)
+        self.pages.unlease(pages)
+        taken = Taken(position, self.slots.take(), pages, False)
+        self._taken.add(taken)
+        return taken
+
+    def pin(self, lineage: bytes) -> Checkpoint | None:
+        """The checkpoint of that lineage, kept until `unpin`: its slot and pages do not change. Mutates."""
+        checkpoint = self.index.get(lineage)
+        if checkpoint is not None:
+            checkpoint.pins += 1
+        return checkpoint
+
+    def unpin(self, checkpoint: Checkpoint) -> None:
+        checkpoint.pins -= 1
+
+    def commit(self, taken: Taken, lineage: Lineage, source: str = "device") -> bool:
+        """Its step's result was applied, or its import is whole: others may resume from it. Mutates.
+
+        False when there is one of this lineage already; this one is dropped then.
+        """
         if taken not in self._taken:
             raise InvariantBroken(f"a checkpoint at position {taken.position} is committed twice")
-        checkpoint = Checkpoint(lineage.at(taken.position), taken.position, taken.slot, taken.pages, taken.interval)
+        checkpoint = Checkpoint(lineage.at(taken.position), taken.position, taken.slot, taken.pages, taken.interval, source=source)
         self.slots.wrote(taken.slot, taken.position)
         if not self.index.insert(checkpoint, lineage):
             self.discard(taken)
-            return
+            return False
         self._taken.remove(taken)
         self._withdraw(taken)
+        return True
 
     def discard(self, taken: Taken) -> None:
         """Nobody will resume from it. Mutates."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
+from engine.lineage import BLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,10 +21,22 @@ class EngineConfig:
     max_queued: int = 256  # waiting requests per group before QueueFull
     prefix_cache: bool = True
     checkpoint_interval: int = 8192  # tokens between interval checkpoints of a prefill
+    checkpoint_decode_interval: int = 1024  # the same behind the known tokens: what a moved stream computes again at most
+    block_size: int = BLOCK  # of lineages; smaller only where tests need short prompts
     run_ahead: int = 1  # steps submitted beyond the one whose result is awaited: 0 or 1
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "num_pages", "num_slots", "max_running", "max_batched_tokens", "max_queued", "checkpoint_interval"):
+        for name in (
+            "page_size",
+            "num_pages",
+            "num_slots",
+            "max_running",
+            "max_batched_tokens",
+            "max_queued",
+            "checkpoint_interval",
+            "checkpoint_decode_interval",
+            "block_size",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: at least 1 is needed")
         if self.max_model_len < 2:

@@ -38,7 +38,8 @@ class Generation:
     prompt_logprobs: list[TokenLogprob] | None = field(init=False)  # collected so far; None = not wanted, or delivered
 
     status: Status = Status.WAITING
-    paused: bool = False
+    paused: bool = False  # its reader is slow
+    held: bool = False  # its state is on its way from elsewhere
     submitted: int = 0
     computed: int = 0
     pending: int = 0
@@ -48,12 +49,15 @@ class Generation:
     marks: list[Mark] = field(default_factory=list)  # ahead of `submitted`, the next one last
     awaits: bytes | None = None  # lineage of a checkpoint that another generation is about to write
     cached_tokens: int | None = None  # set at the first admission
+    resume_source: str | None = None
+    miss_reason: str | None = None  # set before admission when a stored state could not be used
 
     def __post_init__(self) -> None:
         request = self.request
         self.prompt_len = len(request.prompt)
         self.end = self.prompt_len + self.budget - 1
         self.rank = (request.priority, self.arrival)
+        self.cached_tokens = request.cached_tokens
         self.solitary = request.constraint is not None
         self.stops = frozenset(request.stop_token_ids)
         wants = request.sampling.prompt_logprobs is not None and not request.generated
@@ -79,7 +83,13 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        return Usage(prompt_tokens=self.prompt_len, cached_tokens=self.cached_tokens or 0, completion_tokens=self.generated)
+        return Usage(
+            prompt_tokens=self.prompt_len,
+            cached_tokens=self.cached_tokens or 0,
+            completion_tokens=self.generated,
+            resume_source=self.resume_source,
+            miss_reason=self.miss_reason,
+        )
 
     def deliver_prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
         """All of them at once; None when they were not wanted or went out before."""

@@ -18,6 +18,8 @@ from array import array
 from collections.abc import Iterable
 from hashlib import sha256
 
+BLOCK = 64  # tokens; the same everywhere, whatever the page size: lineages of replicas, stores and clusters must agree
+
 
 def root(fingerprint: str, tenant: str) -> bytes:
     """The lineage of the empty prefix: 32 bytes."""

@@ -11,11 +11,14 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
+from engine.cache import Taken
 from engine.config import EngineConfig
 from engine.errors import EngineFailure, InvalidRequest, K3Error, QueueFull, ReplicaLost, ShardLost
 from engine.executor import Executor
 from engine.lineage import Lineage
 from engine.plan import StepPlan, StepResult
+from engine.prefix import Checkpoint
+from engine.retention import Written
 from engine.routing import Candidate, rank
 from engine.scheduler import Scheduler
 from engine.stats import EngineStats, StepStats
@@ -24,6 +27,7 @@ from engine.types import GenerateRequest, TokenChunk
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[list[TokenChunk], dict[str, K3Error]], None]
+OnWritten = Callable[[int, list[Written]], None]
 
 _SESSIONS = 1 << 16  # sessions whose group is remembered
 
@@ -33,11 +37,22 @@ class EngineLoop:
 
     `deliver(chunks, failures)` gets the chunks of one step, all requests together, and the requests that failed. Every accepted
     request gets exactly one end: a chunk with `finish`, or a failure. It may call `cancel`, `pause` and `resume`.
+    `on_written(group, checkpoints)` hears of checkpoints that may be pinned from now on.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor, *, deliver: Deliver, groups: int = 1, fingerprint: str = "") -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        *,
+        deliver: Deliver,
+        on_written: OnWritten | None = None,
+        groups: int = 1,
+        fingerprint: str = "",
+    ) -> None:
         self._executor = executor
         self._deliver = deliver
+        self._on_written = on_written
         self._run_ahead = config.run_ahead
         self.schedulers = tuple(Scheduler(config, fingerprint) for _ in range(groups))
         self._group_of: dict[str, int] = {}  # open request -> group
@@ -70,8 +85,11 @@ class EngineLoop:
 
     # -- requests
 
-    def submit(self, request: GenerateRequest) -> int:
-        """Queues a request in the best group; returns which. Raises InvalidRequest, QueueFull, EngineFailure."""
+    def submit(self, request: GenerateRequest, *, held: bool = False) -> int:
+        """Queues a request in the best group; returns which. `held`: it runs after `release`.
+
+        Raises InvalidRequest, QueueFull, EngineFailure.
+        """
         if self.failure is not None:
             raise self.failure
         if self._draining:
@@ -82,7 +100,7 @@ class EngineLoop:
         lineage = self.schedulers[0].lineage(request)
         for group in self._ranking(request, lineage):
             try:
-                ended = self.schedulers[group].add(request, lineage)
+                ended = self.schedulers[group].add(request, lineage, held=held)
             except QueueFull as error:
                 refusal = error
                 continue
@@ -102,6 +120,7 @@ class EngineLoop:
         """Ends a request; its last chunk says `cancelled`. Nothing happens when it is not open."""
         group = self._group_of.pop(request_id, None)
         if group is not None and (chunk := self.schedulers[group].cancel(request_id)):
+            self._tell_written(group)
             self._ended.append(chunk)
             self._wake.set()
 
@@ -114,6 +133,45 @@ class EngineLoop:
         if (group := self._group_of.get(request_id)) is not None:
             self.schedulers[group].resume(request_id)
             self._wake.set()
+
+    def release(self, request_id: str, miss: str | None = None) -> None:
+        """Lets a held request run; `miss`: why no stored state came for it."""
+        if (group := self._group_of.get(request_id)) is not None:
+            self.schedulers[group].release(request_id, miss)
+            self._wake.set()
+
+    def open_requests(self) -> list[GenerateRequest]:
+        """All of them with what they generated, as another engine would continue them. Also after a failure."""
+        return [request for scheduler in self.schedulers for request in scheduler.open_requests()]
+
+    # -- states that leave and come, beside the steps
+
+    def pin(self, group: int, lineage: bytes) -> Checkpoint | None:
+        """A checkpoint of a group, unchanged until `unpin`; None when it was evicted."""
+        return self.schedulers[group].cache.pin(lineage)
+
+    def unpin(self, group: int, checkpoint: Checkpoint) -> None:
+        self.schedulers[group].cache.unpin(checkpoint)
+        self._wake.set()  # there may be room now
+
+    async def reserve(self, group: int, position: int) -> Taken | None:
+        """A slot and pages to restore a state of `position` tokens into; None when there is no room. End it with `commit` or `discard`.
+
+        Returns when every step has landed that could still use what the reservation was given.
+        """
+        taken = self.schedulers[group].cache.reserve_import(position)
+        if taken is not None and self._submitted:
+            await asyncio.wait([task for _, task in self._submitted])
+        return taken
+
+    def commit(self, group: int, taken: Taken, lineage: Lineage, source: str) -> None:
+        """The reservation holds a whole, checked state of that lineage."""
+        self.schedulers[group].cache.commit(taken, lineage, source)
+        self._wake.set()
+
+    def discard(self, group: int, taken: Taken) -> None:
+        self.schedulers[group].cache.discard(taken)
+        self._wake.set()
 
     def stats(self) -> EngineStats:
         return EngineStats.total([s.stats() for s in self.schedulers], steps=self._steps, last=self._last)
@@ -182,9 +240,10 @@ class EngineLoop:
         if result.step != plan.step:
             raise ShardLost(f"the result of step {result.step} came, that of step {plan.step} was awaited")
         chunks: list[TokenChunk] = []
-        for scheduler, group_plan, group_result in zip(self.schedulers, plan.groups, result.groups, strict=True):
+        for i, (scheduler, group_plan, group_result) in enumerate(zip(self.schedulers, plan.groups, result.groups, strict=True)):
             if not group_plan.empty:
                 chunks += scheduler.apply(group_result)
+                self._tell_written(i)
         self._last = StepStats(
             step=plan.step,
             rows=sum(len(g.rows) for g in plan.groups),
@@ -198,13 +257,17 @@ class EngineLoop:
         if chunks:
             self._deliver(chunks, {})
 
+    def _tell_written(self, group: int) -> None:
+        if (written := self.schedulers[group].take_written()) and self._on_written:
+            self._on_written(group, written)
+
     def _flush(self) -> None:
         if self._ended:
             ended, self._ended = self._ended, []
             self._deliver(ended, {})
 
     async def _sleep(self) -> None:
-        """Until something is submitted, resumed or cancelled. Only paused requests, if any, are open."""
+        """Until something happens. What is open, if anything, is paused, held, or without room beside what is pinned."""
         if self._ended:
             return
         for scheduler in self.schedulers:

@@ -38,6 +38,7 @@ class Checkpoint:
     pages: tuple[int, ...]  # cover [0, position); the last one may be half valid and is copied by whoever goes on from here
     interval: bool
     pins: int = 0
+    source: str = "device"  # the tier that it came from, until it was resumed once
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,11 @@ class PrefixIndex:
         return place is not None and place.expected and place.checkpoint is None
 
     def is_there(self, key: bytes) -> bool:
+        return self.get(key) is not None
+
+    def get(self, key: bytes) -> Checkpoint | None:
         place = self._places.get(key)
-        return place is not None and place.checkpoint is not None
+        return None if place is None else place.checkpoint
 
     # -- changes
 
@@ -165,6 +169,7 @@ class PrefixIndex:
 
     def touch(self, checkpoint: Checkpoint) -> None:
         """It was used: evicted last, whatever it was taken for."""
+        checkpoint.source = "device"
         if self._lru[0].pop(checkpoint.lineage, None):
             self._lru[1][checkpoint.lineage] = checkpoint
         self._lru[1].move_to_end(checkpoint.lineage)

@@ -5,20 +5,37 @@ An announced checkpoint keeps others from computing the same prefix twice: they 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from engine.cache import CacheManager, Taken
 from engine.errors import InvariantBroken
-from engine.generation import Generation
+from engine.generation import Generation, Status
+from engine.lineage import Lineage
 from engine.marks import Mark, marks, next_interval
 from engine.stats import Counters
+from engine.types import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A checkpoint became visible: it may be pinned and exported until it is evicted."""
+
+    request: GenerateRequest
+    lineage: Lineage  # of the request; may have grown past `position`
+    position: int
+    ended: bool  # the request's last state; otherwise one on its way
 
 
 class Retention:
-    def __init__(self, cache: CacheManager, interval: int, counters: Counters) -> None:
+    def __init__(self, cache: CacheManager, interval: int, decode_interval: int, counters: Counters) -> None:
+        """`interval` in tokens between checkpoints of a prefill, `decode_interval` behind the known tokens."""
         self._cache = cache
         self._index = cache.index
         self._interval = interval
+        self._decode_interval = decode_interval
         self._counters = counters
         self._writers: dict[bytes, Generation] = {}  # announced checkpoints whose step is not planned yet
+        self.written: list[Written] = []  # since somebody last emptied it
 
     def announce(self, g: Generation) -> None:
         """A row was admitted: decides where its tokens up to the known ones leave checkpoints."""
@@ -28,6 +45,8 @@ class Retention:
         g.marks = marks(
             g.lineage, g.request, start=g.submitted, stop=g.reach, interval=self._interval, junction=junction, has=self._index.has
         )
+        every = self._decode_interval
+        g.marks[0] = next_interval(g.reach - g.reach % every, every)
         for mark in g.marks:
             if mark.key is not None:
                 self._index.expect(g.lineage, mark.position)
@@ -40,7 +59,7 @@ class Retention:
         while g.marks[-1].position <= stop:
             mark = g.marks.pop()
             if not g.marks:
-                g.marks.append(next_interval(mark.position, self._interval))
+                g.marks.append(next_interval(mark.position, self._decode_interval))
             if mark.key is not None and self._index.is_there(mark.key):  # another row ended exactly here
                 self._withdraw(mark)
                 continue
@@ -59,7 +78,8 @@ class Retention:
     def settle(self, g: Generation, taken: Taken) -> None:
         """The result of a checkpoint's step was applied."""
         if taken.position <= g.known:
-            self._cache.commit(taken, g.lineage)
+            if self._cache.commit(taken, g.lineage):
+                self.written.append(Written(g.request, g.lineage, taken.position, g.status is Status.FINISHED))
         else:  # a cancelled row's tokens that nobody was told
             self._cache.discard(taken)
 

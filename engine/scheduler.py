@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field, replace
 
-from engine.admission import budget
+from engine.admission import account, budget
 from engine.cache import CacheManager, Lease
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, InvariantBroken, K3Error, QueueFull
@@ -23,9 +23,9 @@ from engine.flights import Flight, Flights, FlownRow
 from engine.generation import Generation, Status
 from engine.lineage import Lineage, root
 from engine.plan import GroupPlan, GroupResult, Output, RowResult, RowStep
-from engine.prefix import Match, Miss
+from engine.prefix import Match
 from engine.ranking import by_turn, gives_way_to_arrival, gives_way_to_row, row_within_reach
-from engine.retention import Retention
+from engine.retention import Retention, Written
 from engine.rows import Rows
 from engine.stats import Counters, EngineStats
 from engine.types import FinishReason, GenerateRequest, TokenChunk, TokenLogprob
@@ -47,7 +47,11 @@ class Scheduler:
         self._config = config
         self._fingerprint = fingerprint
         self.cache = CacheManager(
-            num_pages=config.num_pages, num_slots=config.num_slots, page_size=config.page_size, enabled=config.prefix_cache
+            num_pages=config.num_pages,
+            num_slots=config.num_slots,
+            page_size=config.page_size,
+            block_size=config.block_size,
+            enabled=config.prefix_cache,
         )
         self._open: dict[str, Generation] = {}
         self._waiting: dict[Generation, None] = {}
@@ -56,17 +60,17 @@ class Scheduler:
         self._rows = Rows(config.max_running)
         self._served = ServedTokens()
         self._counters = Counters()
-        self._retention = Retention(self.cache, config.checkpoint_interval, self._counters)
+        self._retention = Retention(self.cache, config.checkpoint_interval, config.checkpoint_decode_interval, self._counters)
         self._arrivals = 0
 
     # -- events
 
     def lineage(self, request: GenerateRequest) -> Lineage:
         """The request's tokens, hashed as this engine names them; the same for every group."""
-        return Lineage(root(self._fingerprint, request.tenant), self._config.page_size, request.prompt + request.generated)
+        return Lineage(root(self._fingerprint, request.tenant), self._config.block_size, request.prompt + request.generated)
 
-    def add(self, request: GenerateRequest, lineage: Lineage | None = None) -> TokenChunk | None:
-        """Queues a request. Returns its last chunk at once when there is nothing left to generate.
+    def add(self, request: GenerateRequest, lineage: Lineage | None = None, *, held: bool = False) -> TokenChunk | None:
+        """Queues a request. Returns its last chunk at once when there is nothing left to generate. `held`: not before `release`.
 
         Raises InvalidRequest, ContextExceeded, QueueFull; nothing is kept then.
         """
@@ -83,6 +87,7 @@ class Scheduler:
         seen = self.cache.enabled and self.cache.index.sight(lineage, len(request.prompt))
         g = Generation(request, lineage, self._arrivals, allowed, seen)
         self._arrivals += 1
+        g.held = held
         self._open[request.request_id] = g
         self._waiting[g] = None
         self._served.enter(request.tenant)
@@ -96,6 +101,16 @@ class Scheduler:
         """Ends a request wherever it is; None when it is not open (any more)."""
         g = self._open.get(request_id)
         return None if g is None else self._finish(g, FinishReason.CANCELLED)
+
+    def release(self, request_id: str, miss: str | None = None) -> None:
+        """Whatever was to come for a held request is here, or will not come because of `miss`."""
+        if g := self._open.get(request_id):
+            g.held, g.miss_reason = False, miss
+
+    def take_written(self) -> list[Written]:
+        """Checkpoints that became visible since the last call."""
+        written, self._retention.written = self._retention.written, []
+        return written
 
     def pause(self, request_id: str) -> None:
         """Plans no more of its tokens until `resume`: its reader is slow. What is on its way is still delivered."""
@@ -122,7 +137,9 @@ class Scheduler:
 
     def open_requests(self) -> list[GenerateRequest]:
         """The open requests with all they generated, as another engine would continue them."""
-        return [replace(g.request, generated=tuple(g.lineage.ids[g.prompt_len :])) for g in self._open.values()]
+        return [
+            replace(g.request, generated=tuple(g.lineage.ids[g.prompt_len :]), cached_tokens=g.cached_tokens) for g in self._open.values()
+        ]
 
     # -- planning
 
@@ -182,8 +199,8 @@ class Scheduler:
     # -- admission
 
     def _must_wait(self, g: Generation) -> bool:
-        """Not by lack of room: paused, a token still on its way, or its prefix about to be written by somebody else."""
-        if g.paused or g.pending:
+        """Not by lack of room: paused or held, a token still on its way, or its prefix about to be written by somebody else."""
+        if g.paused or g.held or g.pending:
             return True
         if g.awaits is not None:
             if self._retention.will_come(g, g.awaits):
@@ -230,24 +247,8 @@ class Scheduler:
         insort(self._running, g, key=lambda r: r.rank)
         g.status, g.lease, g.row = Status.RUNNING, lease, self._rows.take()
         g.submitted = g.computed = lease.start
-        counters = self._counters
-        if g.cached_tokens is not None:
-            counters.tokens_resumed += lease.start
-        else:
-            g.cached_tokens = min(lease.start, g.prompt_len)
-            counters.tokens_cached += g.cached_tokens
-            if lease.start:
-                counters.hits += 1
-            else:
-                counters.misses[self._why_missed(g, match).value] += 1
+        account(g, match, self._counters, enabled=self.cache.enabled)
         self._retention.announce(g)
-
-    def _why_missed(self, g: Generation, match: Match) -> Miss:
-        if not self.cache.enabled or g.prompt_logprobs is not None:
-            return Miss.DISABLED
-        if match.checkpoint is not None or match.evicted:
-            return Miss.EVICTED
-        return Miss.NO_STATE if g.seen_before else Miss.NEVER_SEEN
 
     # -- submission
 

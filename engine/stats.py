@@ -28,7 +28,8 @@ class EngineStats:
     tokens_decoded: int = 0  # consumed one by one behind the prompt
     tokens_generated: int = 0  # delivered
     tokens_cached: int = 0  # prompt tokens whose computation was skipped; the sum of usage.cached_tokens
-    tokens_resumed: int = 0  # tokens whose recomputation after a preemption was skipped
+    tokens_resumed: int = 0  # tokens whose recomputation after a preemption or a move was skipped
+    tokens_recomputed: int = 0  # tokens to be computed again after a preemption or a move
     hits: int = 0  # first admissions that resumed from a checkpoint; hits + misses = first admissions
     misses: Mapping[str, int] = field(default_factory=dict)  # by reason
     waits: int = 0  # admissions put off because another request was about to write the prefix
@@ -72,6 +73,7 @@ class Counters:
     tokens_generated: int = 0
     tokens_cached: int = 0
     tokens_resumed: int = 0
+    tokens_recomputed: int = 0
     hits: int = 0
     misses: Counter[str] = field(default_factory=Counter)
     waits: int = 0

@@ -52,6 +52,7 @@ class GenerateRequest:
     session: str | None = None
     boundaries: tuple[int, ...] = ()  # prompt positions where the renderer asks for a checkpoint (vanishing tail segments)
     constraint: str | None = None  # serialised grammar of `chat.grammar`; None = free
+    cached_tokens: int | None = None  # of a moved stream: what its first admission skipped, as its usage goes on to say
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ class Usage:
     prompt_tokens: int
     cached_tokens: int = 0  # prompt tokens whose computation was skipped
     completion_tokens: int = 0
+    resume_source: str | None = None  # where the skipped tokens' state came from: "device", "store" or "durable"
+    miss_reason: str | None = None  # why nothing was skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
