@@ -1,4 +1,7 @@
-"""`k3 bench`: closed-loop load on any OpenAI-compatible server: time to first token, time per token, tokens a second."""
+"""`k3 bench`: closed-loop load on any OpenAI-compatible server: time to first token, time per token, tokens a second.
+
+The client is lean on purpose (aiohttp, one parse a frame), so that a server on the same machine is measured and not its measurer.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,16 @@ import asyncio
 import itertools
 import random
 import time
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import httpx
+import aiohttp
 import orjson
+
+TIMEOUT_S = 600.0  # of one request
+DATA = b"data: "
+DONE = b"[DONE]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,14 +29,15 @@ class Load:
     requests: int  # in all
     prompt_tokens: int
     max_tokens: int
-    vocab_size: int  # prompts are random ids below it
+    vocab_size: int  # prompts are random ids below half of it
+    chat: bool = False  # /chat/completions with a text of `prompt_tokens` numbers, instead of /completions with ids
     api_key: str | None = None
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """What one request saw. Seconds; `gaps` between consecutive frames that carried tokens."""
+    """What one request saw. Seconds; `gaps` between consecutive arrivals that carried tokens."""
 
     ttft: float
     seconds: float
@@ -45,26 +55,47 @@ class Outcome:
     def tokens_per_second(self) -> float:
         return sum(s.tokens for s in self.streams) / self.seconds
 
-    def percentile(self, values: list[float], q: float) -> float:
-        ordered = sorted(values)
-        return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("nan")
+    def ttft_ms(self, quantile: float) -> float:
+        return percentile([s.ttft for s in self.streams], quantile) * 1e3
+
+    def gap_ms(self, quantile: float) -> float:
+        return percentile([gap for s in self.streams for gap in s.gaps], quantile) * 1e3
+
+    def figures(self) -> dict[str, float | int]:
+        """One row of the table: milliseconds, tokens a second."""
+        return {
+            "requests": len(self.streams),
+            "failures": len(self.failures),
+            "ttft_p50_ms": self.ttft_ms(0.5),
+            "ttft_p95_ms": self.ttft_ms(0.95),
+            "gap_p50_ms": self.gap_ms(0.5),
+            "gap_p95_ms": self.gap_ms(0.95),
+            "tokens_per_s": self.tokens_per_second,
+            "seconds": self.seconds,
+        }
+
+
+def percentile(values: Sequence[float], quantile: float) -> float:
+    """The value below which `quantile` of them lie; NaN of nothing."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))] if ordered else float("nan")
 
 
 async def run_load(load: Load) -> Outcome:
     """`streams` workers take requests from one pile until it is empty."""
     rng = random.Random(load.seed)
-    pile = [[rng.randrange(load.vocab_size // 2) for _ in range(load.prompt_tokens)] for _ in range(load.requests)]
+    pile = [[rng.randrange(max(1, load.vocab_size // 2)) for _ in range(load.prompt_tokens)] for _ in range(load.requests)]
     done: list[Stream] = []
     failures: list[str] = []
     headers = {"authorization": f"Bearer {load.api_key}"} if load.api_key else {}
-    limits = httpx.Limits(max_connections=load.streams, max_keepalive_connections=load.streams)
-    async with httpx.AsyncClient(base_url=load.url, headers=headers, limits=limits, timeout=600) as client:
+    connector = aiohttp.TCPConnector(limit=load.streams)
+    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as client:
 
         async def worker() -> None:
             while pile:
                 try:
                     done.append(await _one(client, load, pile.pop()))
-                except (httpx.HTTPError, ValueError) as error:
+                except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                     failures.append(f"{type(error).__name__}: {error}")
 
         begin = time.perf_counter()
@@ -73,29 +104,20 @@ async def run_load(load: Load) -> Outcome:
     return Outcome(streams=tuple(done), failures=tuple(failures), seconds=seconds)
 
 
-async def _one(client: httpx.AsyncClient, load: Load, prompt: list[int]) -> Stream:
-    body = {
-        "model": load.model,
-        "prompt": prompt,
-        "max_tokens": load.max_tokens,
-        "temperature": 0,
-        "stream": True,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
+async def _one(client: aiohttp.ClientSession, load: Load, prompt: list[int]) -> Stream:
     begin = time.perf_counter()
     arrivals: list[float] = []
     tokens = 0
-    async with client.stream("POST", "/completions", json=body) as response:
-        if response.status_code != 200:
-            raise ValueError(f"status {response.status_code}: {(await response.aread())[:200].decode(errors='replace')}")
-        async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            frame = orjson.loads(line[6:])
-            if "error" in frame:
-                raise ValueError(frame["error"].get("message", "error frame"))
-            count = sum(len(choice.get("token_ids") or ()) for choice in frame["choices"])
+    async with client.post(f"{load.url}/{'chat/' if load.chat else ''}completions", data=_body(load, prompt), headers=JSON) as response:
+        if response.status != 200:
+            raise ValueError(f"status {response.status}: {(await response.text(errors='replace'))[:200]}")
+        async for events in _events(response):
+            count = 0
+            for event in events:
+                frame = orjson.loads(event)
+                if "error" in frame:
+                    raise ValueError(frame["error"].get("message", "error frame"))
+                count += sum(len(choice.get("token_ids") or ()) for choice in frame["choices"])
             if count:
                 tokens += count
                 arrivals.append(time.perf_counter())
@@ -103,3 +125,31 @@ async def _one(client: httpx.AsyncClient, load: Load, prompt: list[int]) -> Stre
         raise ValueError("the stream ended without a token")
     gaps = tuple(b - a for a, b in itertools.pairwise(arrivals))
     return Stream(ttft=arrivals[0] - begin, seconds=arrivals[-1] - begin, tokens=tokens, gaps=gaps)
+
+
+JSON = {"content-type": "application/json"}
+
+
+def _body(load: Load, prompt: list[int]) -> bytes:
+    body: dict[str, Any] = {
+        "model": load.model,
+        "max_tokens": load.max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    if load.chat:
+        body["messages"] = [{"role": "user", "content": " ".join(map(str, prompt))}]
+    else:
+        body["prompt"] = prompt
+    return orjson.dumps(body)
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
+    """The data of the events that arrived together, `[DONE]` left out."""
+    rest = b""
+    async for piece in response.content.iter_any():
+        *events, rest = (rest + piece).split(b"\n\n")
+        data = [event[len(DATA) :] for event in events if event.startswith(DATA)]
+        yield [one for one in data if one != DONE]

@@ -2,7 +2,8 @@
 
 Serve costs about a millisecond a message, so only the call that starts and ends a request goes through Serve. The ingress
 listens (`TokenReceiver`); its address and a random stream id travel inside that call; the replica connects back (`TokenSender`).
-On the same socket the ingress sends controls: cancel, and pause/resume for a reader that is slower than the engine.
+On the same socket the ingress sends controls: cancel, and pause/resume for a reader that is slower than the engine. Such a reader
+gets what has come meanwhile as one chunk, so being behind makes it cheaper, and it catches up.
 
 A stream id is 128 random bits known to the two ends only; frames for unknown ids are dropped. Payloads are typed msgpack.
 """
@@ -12,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import msgspec
@@ -26,7 +27,6 @@ from engine.types import TokenChunk
 
 logger = logging.getLogger("ray.serve")
 HIGH_WATER = 256  # chunks waiting for one reader before its request pauses
-LOW_WATER = 64
 SOCKET_BACKLOG = 100_000  # messages toward an ingress that does not read before it counts as gone
 
 
@@ -62,27 +62,36 @@ _control = msgspec.msgpack.Decoder(Control)
 
 
 class TokenStream:
-    """The ingress's end of one request. `get` returns the next chunk; `fail` ends the stream with an error."""
+    """The ingress's end of one request. `get` returns what has come since the last one; `fail` ends the stream with an error."""
 
     def __init__(self, receiver: TokenReceiver, address: StreamAddress) -> None:
         self.address = address
         self._receiver = receiver
-        self._queue: asyncio.Queue[TokenChunk | BaseException] = asyncio.Queue()
+        self._chunks: deque[TokenChunk] = deque()
+        self._error: BaseException | None = None
+        self._arrived = asyncio.Event()
         self._peer: bytes | None = None  # the replica's socket identity, known from its first message
         self._paused = False
         self._cancelled = False
 
     async def get(self) -> TokenChunk:
-        item = await self._queue.get()
-        if self._paused and self._queue.qsize() <= LOW_WATER:
+        """Everything that waits, as one chunk; waits for the first. Raises what `fail` was told, after the chunks before it."""
+        await self._arrived.wait()
+        if not self._chunks:
+            assert self._error is not None
+            raise self._error
+        chunk = _joined(self._chunks)
+        self._chunks.clear()
+        if self._error is None:
+            self._arrived.clear()
+        if self._paused:
             self._paused = False
             self._control(ControlKind.RESUME)
-        if isinstance(item, BaseException):
-            raise item
-        return item
+        return chunk
 
     def fail(self, error: BaseException) -> None:
-        self._queue.put_nowait(error)
+        self._error = self._error or error
+        self._arrived.set()
 
     def cancel(self) -> None:
         """Tells the replica, now or as soon as its first message shows who it is."""
@@ -101,8 +110,9 @@ class TokenStream:
         if self._cancelled:
             self._control(ControlKind.CANCEL)
             return
-        self._queue.put_nowait(chunk)
-        if not self._paused and self._queue.qsize() >= HIGH_WATER:
+        self._chunks.append(chunk)
+        self._arrived.set()
+        if not self._paused and len(self._chunks) >= HIGH_WATER:
             self._paused = True
             self._control(ControlKind.PAUSE)
 
@@ -206,6 +216,20 @@ class TokenSender:
                 self._on_control(_control.decode(payload))
             except msgspec.MsgspecError:
                 logger.warning("dropped a malformed control on the token channel")
+
+
+def _joined(chunks: Sequence[TokenChunk]) -> TokenChunk:
+    """Consecutive chunks of one stream as one: tokens in order, the latest word on everything else."""
+    if len(chunks) == 1:
+        return chunks[0]
+    logprobs = [entry for chunk in chunks for entry in chunk.logprobs or ()]
+    return replace(
+        chunks[-1],
+        token_ids=tuple([token_id for chunk in chunks for token_id in chunk.token_ids]),
+        logprobs=tuple(logprobs) if logprobs else None,
+        prompt_logprobs=next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None),
+        usage=next((chunk.usage for chunk in reversed(chunks) if chunk.usage is not None), None),
+    )
 
 
 def _sent(outcome: asyncio.Future[object]) -> bool:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 import zmq
 
-from deployments.token_channel import HIGH_WATER, LOW_WATER, Control, ControlKind, StreamAddress, TokenReceiver, TokenSender
+from deployments.token_channel import HIGH_WATER, Control, ControlKind, StreamAddress, TokenReceiver, TokenSender
 from engine.errors import ReplicaLost
 from engine.types import FinishReason, TokenChunk, TokenLogprob, Usage
 
@@ -39,10 +39,45 @@ async def test_chunks_arrive_whole_and_in_order() -> None:
             usage=Usage(prompt_tokens=5, cached_tokens=2, completion_tokens=2),
         )
         assert sender.send([(a.address, chunk(1)), (b.address, chunk(2))]) == []
-        sender.send([(a.address, last)])
         assert await a.get() == chunk(1)
         assert await b.get() == chunk(2)
+        sender.send([(a.address, last)])
         assert await a.get() == last
+
+
+async def test_a_reader_that_is_behind_gets_everything_as_one_chunk() -> None:
+    async with channel() as (receiver, sender, _):
+        behind, beside = receiver.open(), receiver.open()
+        begun, done = Usage(prompt_tokens=2, cached_tokens=1), Usage(prompt_tokens=2, cached_tokens=1, completion_tokens=2)
+        prompt = (TokenLogprob(9, -3.0),)
+        sent = [
+            TokenChunk(request_id="r", usage=begun, prompt_logprobs=prompt),
+            chunk(1, logprobs=(TokenLogprob(1, -1.0),)),
+            chunk(2, logprobs=(TokenLogprob(2, -2.0),), finish=FinishReason.LENGTH, usage=done),
+        ]
+        for one in sent:
+            sender.send([(behind.address, one), (beside.address, one)])
+            await beside.get()
+        assert await behind.get() == TokenChunk(
+            request_id="r",
+            token_ids=(1, 2),
+            logprobs=(TokenLogprob(1, -1.0), TokenLogprob(2, -2.0)),
+            prompt_logprobs=prompt,
+            finish=FinishReason.LENGTH,
+            usage=done,
+        )
+
+
+async def test_a_failure_comes_after_the_tokens_before_it() -> None:
+    async with channel() as (receiver, sender, _):
+        failing, beside = receiver.open(), receiver.open()
+        sender.send([(failing.address, chunk(1)), (beside.address, chunk(1))])
+        await beside.get()
+        failing.fail(ReplicaLost("gone"))
+        assert await failing.get() == chunk(1)
+        for _ in range(2):
+            with pytest.raises(ReplicaLost, match="gone"):
+                await failing.get()
 
 
 async def test_cancel_before_the_replica_is_known_is_sent_at_its_first_message() -> None:
@@ -69,8 +104,7 @@ async def test_a_slow_reader_pauses_itself_and_resumes() -> None:
             sender.send([(slow.address, chunk(i)), (quick.address, chunk(i))])
             assert (await quick.get()).token_ids == (i,)
         assert await asyncio.wait_for(controls.get(), 5) == Control(ControlKind.PAUSE, slow.address.stream)
-        for i in range(HIGH_WATER - LOW_WATER):
-            assert (await slow.get()).token_ids == (i,)
+        assert (await slow.get()).token_ids == tuple(range(HIGH_WATER))
         assert await asyncio.wait_for(controls.get(), 5) == Control(ControlKind.RESUME, slow.address.stream)
         assert controls.empty(), "the quick reader was never paused"
 
