@@ -98,4 +98,4 @@ def _reference(
         wanted = write_slots[:, s] >= 0
         conv_state[write_slots[wanted, s]] = conv_s[wanted]
         state[write_slots[wanted, s]] = now_s[wanted]
-    return y
+    return y.flatten(0, 1)

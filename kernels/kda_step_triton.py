@@ -18,6 +18,15 @@ def _convolve(x, x1, x2, x3, p_w):
 
 
 @triton.jit
+def _sweep(b_s, q, k, v, decay, beta, kq):
+    """One token through state columns b_s [K, V']: (the new columns, o [V']). o = (S + beta k e^T)^T q, so that they are swept once."""
+    b_s = b_s * decay[:, None]
+    error = v - tl.sum(b_s * k[:, None], 0)  # [V']
+    o = tl.sum(b_s * q[:, None], 0) + (beta * kq) * error
+    return b_s + (beta * k)[:, None] * error[None, :], o
+
+
+@triton.jit
 def _kda_step(
     p_qkv,
     p_f,
@@ -45,26 +54,32 @@ def _kda_step(
     D: tl.constexpr,
     S: tl.constexpr,
 ):
+    # The value channels are worked on in two halves, one after the other: half a tile of registers lets twice the programs hide latency.
+    # Vectors are [D, 2] (q and k) and [V / 2, 2] (the halves): loads as large as the block are converted between layouts, smaller ones
+    # would be issued again for every layout.
+    HALF: tl.constexpr = D // 2
     i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    o_k, o_v = tl.arange(0, D), tl.arange(0, D)
-    # q and k as one [D, 2] tile: loads as large as the block are converted between layouts, smaller ones would be issued again per layout
-    c_qk = (tl.arange(0, 2)[None, :] * H + i_h) * D + o_k[:, None]
+    o_k, o_half, o_2 = tl.arange(0, D), tl.arange(0, HALF), tl.arange(0, 2)
+    c_qk = (o_2[None, :] * H + i_h) * D + o_k[:, None]  # channels of q | k | v
+    o_v = o_2[None, :] * HALF + o_half[:, None]  # [V / 2, 2]
     c_v = (2 * H + i_h) * D + o_v
 
     read = tl.load(p_read + i_n).to(tl.int64)
-    old = tl.full((D,), read, tl.int64) >= 0
-    tile = o_k[:, None] * D + o_v[None, :]
-    b_s = tl.load(p_state + read * stride_state_slot + i_h * D * D + tile, mask=old[:, None], other=0.0)  # [K, V] fp32
+    old_qk = tl.full((D, 1), read, tl.int64) >= 0
+    old_v = tl.full((HALF, 1), read, tl.int64) >= 0
+    tile = i_h * D * D + o_k[:, None] * D + o_half[None, :]
+    p_old = p_state + read * stride_state_slot + tile
+    b_left = tl.load(p_old, mask=old_qk, other=0.0)  # [K, V / 2] fp32
 
     p_past = p_conv_state + read * stride_conv_slot
-    qk3 = tl.load(p_past + c_qk, mask=old[:, None], other=0.0).to(tl.float32)
-    v3 = tl.load(p_past + c_v, mask=old, other=0.0).to(tl.float32)
+    qk3 = tl.load(p_past + c_qk, mask=old_qk, other=0.0).to(tl.float32)
+    v3 = tl.load(p_past + c_v, mask=old_v, other=0.0).to(tl.float32)
     p_past += stride_conv_row
-    qk2 = tl.load(p_past + c_qk, mask=old[:, None], other=0.0).to(tl.float32)
-    v2 = tl.load(p_past + c_v, mask=old, other=0.0).to(tl.float32)
+    qk2 = tl.load(p_past + c_qk, mask=old_qk, other=0.0).to(tl.float32)
+    v2 = tl.load(p_past + c_v, mask=old_v, other=0.0).to(tl.float32)
     p_past += stride_conv_row
-    qk1 = tl.load(p_past + c_qk, mask=old[:, None], other=0.0).to(tl.float32)
-    v1 = tl.load(p_past + c_v, mask=old, other=0.0).to(tl.float32)
+    qk1 = tl.load(p_past + c_qk, mask=old_qk, other=0.0).to(tl.float32)
+    v1 = tl.load(p_past + c_v, mask=old_v, other=0.0).to(tl.float32)
 
     scale = tl.exp(tl.load(p_a_log + i_h))
     dt_bias = tl.load(p_dt_bias + i_h * D + o_k)
@@ -78,34 +93,38 @@ def _kda_step(
         f = tl.load(p_f + t * stride_f + i_h * D + o_k).to(tl.float32)
         beta = tl.sigmoid(tl.load(p_b + t * stride_b + i_h).to(tl.float32))
         gate = tl.load(p_gate + t * stride_gate + i_h * D + o_v).to(tl.float32)
+        write = tl.load(p_write + t).to(tl.int64)
+        keep_qk = tl.full((D, 1), write, tl.int64) >= 0
+        keep_v = tl.full((HALF, 1), write, tl.int64) >= 0
 
         qk = _convolve(qk0, qk1, qk2, qk3, p_conv_weight + c_qk * 4)
-        v = _convolve(v0, v1, v2, v3, p_conv_weight + c_v * 4)
+        v_left, v_right = tl.split(_convolve(v0, v1, v2, v3, p_conv_weight + c_v * 4))
         q, k = tl.split(qk * tl.rsqrt(tl.sum(qk * qk, 0) + 1e-6)[None, :])
         q = q * (D**-0.5)
         decay = tl.exp(lower_bound * tl.sigmoid(scale * (f + dt_bias)))
+        kq = tl.sum(k * q)
 
-        b_s = b_s * decay[:, None]
-        error = v - tl.sum(b_s * k[:, None], 0)  # [V]
-        # o = (S + beta k e^T)^T q, so that the state is swept once
-        o = tl.sum(b_s * q[:, None], 0) + (beta * tl.sum(k * q)) * error
-        b_s = b_s + (beta * k)[:, None] * error[None, :]
+        p_s = p_state + write * stride_state_slot + tile
+        b_left, o_left = _sweep(b_left, q, k, v_left, decay, beta, kq)
+        tl.store(p_s, b_left, mask=keep_qk)
+        if s == 0:
+            b_right = tl.load(p_old + HALF, mask=old_qk, other=0.0)
+        b_right, o_right = _sweep(b_right, q, k, v_right, decay, beta, kq)
+        tl.store(p_s + HALF, b_right, mask=keep_qk)
 
+        o = tl.join(o_left, o_right)  # [V / 2, 2]
         y = o * tl.rsqrt(tl.sum(o * o) / D + eps) * norm_weight * tl.sigmoid(gate)
         tl.store(p_y + t * (H * D) + i_h * D + o_v, y.to(p_y.dtype.element_ty))
 
-        write = tl.load(p_write + t).to(tl.int64)
-        keep = tl.full((D,), write, tl.int64) >= 0
-        tl.store(p_state + write * stride_state_slot + i_h * D * D + tile, b_s, mask=keep[:, None])
         p_past = p_conv_state + write * stride_conv_slot
-        tl.store(p_past + c_qk, qk2.to(dtype), mask=keep[:, None])
-        tl.store(p_past + c_v, v2.to(dtype), mask=keep)
+        tl.store(p_past + c_qk, qk2.to(dtype), mask=keep_qk)
+        tl.store(p_past + c_v, v2.to(dtype), mask=keep_v)
         p_past += stride_conv_row
-        tl.store(p_past + c_qk, qk1.to(dtype), mask=keep[:, None])
-        tl.store(p_past + c_v, v1.to(dtype), mask=keep)
+        tl.store(p_past + c_qk, qk1.to(dtype), mask=keep_qk)
+        tl.store(p_past + c_v, v1.to(dtype), mask=keep_v)
         p_past += stride_conv_row
-        tl.store(p_past + c_qk, qk0.to(dtype), mask=keep[:, None])
-        tl.store(p_past + c_v, v0.to(dtype), mask=keep)
+        tl.store(p_past + c_qk, qk0.to(dtype), mask=keep_qk)
+        tl.store(p_past + c_v, v0.to(dtype), mask=keep_v)
         qk3, qk2, qk1 = qk2, qk1, qk0
         v3, v2, v1 = v2, v1, v0
 
@@ -125,7 +144,8 @@ def launch(
     write_slots: Tensor,
     lower_bound: float,
     eps: float,
-    num_warps: int = 8,
+    num_warps: int = 4,
+    registers: int | None = None,
 ) -> Tensor:
     """As `kernels.kda_step.kda_step`, which has checked the shapes. Raises `ValueError` for what this kernel does not cover."""
     (sequences, steps), heads, width = write_slots.shape, a_log.shape[0], norm_weight.shape[0]
@@ -167,5 +187,6 @@ def launch(
             D=width,
             S=steps,
             num_warps=num_warps,
+            **({} if registers is None else {"maxnreg": registers}),
         )
     return y
