@@ -13,7 +13,7 @@ from engine.types import SamplingParams
 from model.parallel import Mesh
 from model.runner import build_runner
 from model.sampler import Draw, sample, uniform
-from tests.model.golden import DATA, LOGITS_TOLERANCE, SETS, Golden, golden
+from tests.model.golden import LOGITS_TOLERANCE, SETS, Golden, golden
 from tests.model.planning import Planned, Planner, logits_of, tokens_of
 from tests.model.processes import run_processes
 
@@ -65,13 +65,3 @@ def test_random_numbers_are_those_of_the_cpu() -> None:
     logits = torch.randn(16, 1000, generator=torch.Generator().manual_seed(0))
     draws = [Draw(SamplingParams(seed=i, temperature=0.9, top_p=0.9, top_k=50), 0, 10 + i) for i in range(16)]
     assert sample(logits.cuda(), draws).tolist() == sample(logits, draws).tolist()
-
-
-def test_bytes_on_the_device() -> None:
-    """Weights and pools take what the plan for the machine says: experts stay packed."""
-    path = DATA / "tiny-b" / "model"
-    runner = build_runner(path, Mesh.single(), device="cuda", dtype=torch.bfloat16, page_size=16, num_pages=4, num_slots=2)
-    packed = runner.model.get_parameter("layers.1.block_sparse_moe.w13_packed")
-    assert packed.is_cuda
-    assert packed.dtype == torch.uint8
-    assert runner.pools.kda.dtype == torch.float32
