@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -82,6 +83,20 @@ def test_no_text_of_a_client_becomes_a_control_token(a: str, b: str, c: str, d: 
         return [i for i in prompt.ids if i >= TINY.base]
 
     assert special(a, b, c, d) == special("x", "x", "x", "x")
+
+
+@pytest.mark.parametrize("case", [c for c in goldens("parse") if c.values[0].get("roundtrip_exact")])
+def test_a_published_reply_is_the_prefix_of_the_next_prompt(case: dict[str, Any]) -> None:
+    thinking, expected = case["request"]["thinking"], case["expected"]
+    calls = [call(c["name"], json.dumps(c["arguments"]), str(i)) for i, c in enumerate(expected["tool_calls"])]
+    answer = {"role": "assistant", "content": expected["content"], "reasoning_content": expected["reasoning"], "tool_calls": calls}
+    prompt = render(Conversation(messages=[user("q")], thinking=thinking), TINY)
+    later = render(Conversation(messages=[user("q"), answer, user("next")], thinking=thinking), TINY)
+    assert later.ids[: later.starts[2]] == (*prompt.ids, *case["ids_tiny"], TINY.end_of_msg)
+
+
+def test_half_a_surrogate_pair_is_no_crash() -> None:
+    assert render(Conversation(messages=[user("a\ud800b")]), TINY).ids == render(Conversation(messages=[user("a\ufffdb")]), TINY).ids
 
 
 def test_starts_are_where_each_message_begins() -> None:

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from chat.grammar import constraint_for
+from chat.history import judge
+from chat.render import render
+from chat.tokenizer import Tokenizer
 from chat.types import ChatError, Conversation
 from chat.validate import validate
 
@@ -12,6 +19,7 @@ def tool(name: Any = "f", **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}, **function}}
 
 
+TINY = Tokenizer.tiny()
 USER = {"role": "user", "content": "q"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 NAMED = {"type": "function", "function": {"name": "f"}}
@@ -80,3 +88,70 @@ def test_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ChatError) as error:
         validate(Conversation(**{"messages": [USER], **fields}))
     assert error.value.param == param
+
+
+KEYS = (
+    *(
+        "role",
+        "content",
+        "type",
+        "text",
+        "image_url",
+        "name",
+        "tool_calls",
+        "tool_call_id",
+        "function",
+        "arguments",
+        "parameters",
+        "strict",
+    ),
+    *("partial", "tools", "reasoning_content", "reasoning", "id", "json_schema", "schema", "properties", "required", "items", "$ref"),
+)
+WORDS = (
+    "system",
+    "user",
+    "assistant",
+    "tool",
+    "function",
+    "text",
+    "json_schema",
+    "json_object",
+    "required",
+    "f",
+    "{}",
+    "#",
+    "object",
+    "string",
+    "\ud800",
+)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.sampled_from(WORDS)
+ANYTHING = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4), max_leaves=12
+)
+ROLES = st.sampled_from(["system", "user", "assistant", "tool", "developer", 3])
+MESSAGES = st.fixed_dictionaries({"role": ROLES}, optional={key: ANYTHING for key in KEYS[1:] if key not in ("type", "text")})
+FUNCTIONS = st.fixed_dictionaries(
+    {
+        "type": st.just("function"),
+        "function": st.fixed_dictionaries(
+            {"name": st.sampled_from(["f", "g", "1"])}, optional={"parameters": ANYTHING, "strict": ANYTHING}
+        ),
+    }
+)
+
+
+@given(
+    st.lists(MESSAGES, max_size=4) | ANYTHING,
+    st.lists(FUNCTIONS, max_size=2) | ANYTHING,
+    st.sampled_from(["auto", "none", "required"]) | ANYTHING,
+    st.just({"type": "json_object"}) | ANYTHING,
+    st.booleans(),
+)
+def test_any_request_is_rendered_or_refused(messages: Any, tools: Any, choice: Any, form: Any, thinking: bool) -> None:
+    """No other error than `ChatError`, whatever JSON comes in."""
+    conversation = Conversation(messages=messages, tools=tools, tool_choice=choice, response_format=form, thinking=thinking)
+    with contextlib.suppress(ChatError):
+        validate(conversation)
+        judge(messages)
+        prompt = render(conversation, TINY)
+        constraint_for(conversation, prompt.opened)
