@@ -15,7 +15,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": set(),
     "chat": set(),
     "model": {"kernels", "engine.types", "engine.plan", "engine.config", "engine.errors"},
-    "cluster": {"engine.types", "engine.errors", "engine.config", "model.config", "model.weights"},
+    "cluster": {"engine.types", "engine.errors", "engine.config", "engine.bundle", "engine.session", "model.config", "model.weights"},
     "autoscaling": {"engine.types", "engine.stats", "engine.routing", "cluster.planner"},
     "deployments": {"engine", "cluster", "model.config"},
     "app": {"chat", "engine", "model.config", "model.weights", "model.fingerprint", "cluster", "deployments", "autoscaling"},
