@@ -6,7 +6,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat.constraint import Constraint
@@ -118,6 +118,7 @@ PARAMETERS = objects(VALUES).map(lambda schema: {**schema, "$defs": DEFS})
 SEEDS = st.integers(0, 2**32)
 
 
+@settings(max_examples=40)
 @given(SCHEMAS, SEEDS, st.booleans(), st.booleans())
 def test_an_answer_satisfies_its_schema(schema: dict[str, Any], seed: int, thinking: bool, tools: bool) -> None:
     conversation = Conversation(
@@ -133,6 +134,7 @@ def test_an_answer_satisfies_its_schema(schema: dict[str, Any], seed: int, think
     assert thinking or not reply.reasoning
 
 
+@settings(max_examples=40)
 @given(st.lists(PARAMETERS, min_size=1, max_size=3), SEEDS, st.booleans(), st.sampled_from(["auto", "required", "named"]))
 def test_calls_of_strict_tools_satisfy_their_schema(parameters: list[dict[str, Any]], seed: int, thinking: bool, choice: str) -> None:
     tools = [tool(f"f{i}", schema, strict=True) for i, schema in enumerate(parameters)]
@@ -147,6 +149,7 @@ def test_calls_of_strict_tools_satisfy_their_schema(parameters: list[dict[str, A
         assert reply.tool_calls
 
 
+@settings(max_examples=40)
 @given(SEEDS, st.booleans())
 def test_a_forced_call_of_a_loose_tool_has_an_object_for_arguments(seed: int, thinking: bool) -> None:
     """What cannot be enforced is left free where nobody asked for strictness."""

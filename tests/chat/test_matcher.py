@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat.constraint import Constraint
@@ -78,6 +78,7 @@ def test_an_id_that_is_not_allowed_changes_nothing() -> None:
     consume(m, "{}‹/response›")
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 2**32), st.data())
 def test_ids_that_were_taken_back_never_happened(seed: int, data: st.DataObject) -> None:
     m = matcher(tools=TOOLS, tool_choice="required")
