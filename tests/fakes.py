@@ -32,16 +32,19 @@ class FakeEngineClient:
     cancelled: int = 0
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    async def has_open(self, count: int) -> None:
-        """Waits until that many streams are open. Raises TimeoutError when they never come."""
+    async def has_open(self, count: int, *, exactly: bool = False) -> None:
+        """Waits until that many streams (or exactly that many) are open. Raises TimeoutError when that never comes."""
         async with asyncio.timeout(30), self._changed:
-            await self._changed.wait_for(lambda: self.open >= count)
+            await self._changed.wait_for(lambda: self.open == count if exactly else self.open >= count)
+
+    async def _count(self, change: int) -> None:
+        self.open += change
+        async with self._changed:
+            self._changed.notify_all()
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         self.requests.append(request)
-        self.open += 1
-        async with self._changed:
-            self._changed.notify_all()
+        await self._count(1)
         finished = False
         try:
             for number, chunk in enumerate(self._chunks(request)):
@@ -53,8 +56,8 @@ class FakeEngineClient:
                 finished = chunk.finish is not None
                 yield chunk
         finally:
-            self.open -= 1
             self.cancelled += not finished
+            await self._count(-1)
 
     def _chunks(self, request: GenerateRequest) -> list[TokenChunk]:
         ids: list[int] = []
