@@ -11,9 +11,11 @@ for Python clients is in the README ("Python clients").
 """
 
 import os
+import socket
 
 THROUGHPUT = "RAY_SERVE_THROUGHPUT_OPTIMIZED"
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+HA_PROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}  # and Ray's defaults
 MODES = {"default": {}, "throughput": {THROUGHPUT: "1"}, "haproxy": {THROUGHPUT: "1", HA_PROXY: "1"}}
 
 
@@ -21,6 +23,10 @@ def switch_on(mode: str) -> None:
     """For this process and the Ray it will start. Settings already in the environment stay as they are."""
     for name, value in MODES[mode].items():
         os.environ.setdefault(name, value)
+    if os.environ.get(HA_PROXY) == "1":
+        for name, port in HA_PROXY_PORTS.items():
+            if name not in os.environ and not _free(port):
+                os.environ[name] = str(_free_port())  # another Serve of this machine has it, and HAProxy would not start
     # Ray writes a token file into the home directory unless told; a laptop's local cluster listens on loopback only.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "5")
@@ -31,3 +37,19 @@ def running_mode() -> str:
     if os.environ.get(HA_PROXY) == "1":
         return "haproxy"
     return "throughput" if os.environ.get(THROUGHPUT) == "1" else "default"
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray import serve
@@ -18,64 +22,81 @@ from app.config import ServiceConfig
 from app.resolve import resolve
 from app.score import read_prompts, score, score_spec, write_logits
 from deployments.shard_group import ShardGroup
+from engine.errors import ConfigError, EngineFailure
 
 LOGS = "/tmp/ray/session_latest/logs"  # where Ray keeps them
 OBJECT_STORE_BYTES = 512 * 2**20
 console = Console(stderr=True)
 
 
-def start_ray() -> None:
-    """Joins the Ray of RAY_ADDRESS or of this machine; otherwise starts one on the loopback interface. Idempotent."""
+@contextmanager
+def local_ray() -> Iterator[None]:
+    """Joins the Ray of RAY_ADDRESS or of this machine; otherwise starts one on the loopback interface. Leaves it at the end, unless it
+    was there before."""
     if ray.is_initialized():
+        yield
         return
+    quiet: dict[str, Any] = {"namespace": "serve", "logging_level": logging.WARNING, "log_to_driver": False}
+    with console.status("starting Ray"):
+        try:
+            ray.init(address="auto", **quiet)
+        except ConnectionError:
+            ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
     try:
-        ray.init(address="auto", namespace="serve", logging_level=logging.WARNING, log_to_driver=False)
-    except ConnectionError:
-        ray.init(
-            address="local",
-            namespace="serve",
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            logging_level=logging.WARNING,
-            log_to_driver=False,
-        )
+        yield
+    finally:
+        ray.shutdown()
 
 
 def run(config: ServiceConfig, *, host: str, port: int) -> None:
-    """Serves until SIGINT or SIGTERM, then drains and leaves the Ray that it started. Raises K3Error for what is refused at start."""
+    """Serves until SIGINT or SIGTERM, then drains and leaves Ray. Raises K3Error for what is refused at start."""
     begin = time.monotonic()
     resolve(config, gpus=config.shards * config.replicas)  # refuse what can be refused before Ray starts
+    _check_free(host, port)
     stop = threading.Event()
-    with console.status("starting Ray"):
-        start_ray()
-    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which installs handlers of its own
-        signal.signal(number, lambda *_: stop.set())
-    try:
-        application = deployment(config)
-        with console.status("starting the ingress and the shards"):
-            logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    with local_ray():
+        for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which installs handlers of its own
+            signal.signal(number, lambda *_: stop.set())
+        try:
+            _deploy(deployment(config), host, port)
+            console.print(
+                f"ready in {time.monotonic() - begin:.0f} s: http://{host}:{port}/v1 serves {config.served_model_name} "
+                f"({config.replicas} x {config.shards} shards, tp={config.tp_size}; {serve_modes.running_mode()} mode). "
+                f"Logs: {LOGS}. Ctrl-C stops.",
+                highlight=False,
+                soft_wrap=True,
+            )
+            stop.wait()
+            console.print("stopping")
+        finally:
+            serve.shutdown()
+
+
+def _deploy(application: serve.Application, host: str, port: int) -> None:
+    with console.status("starting the ingress and the shards"):
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        try:
             serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
             serve.run(application, name="k3", route_prefix="/")
-        console.print(
-            f"ready in {time.monotonic() - begin:.0f} s: http://{host}:{port}/v1 serves {config.served_model_name} "
-            f"({config.replicas} x {config.shards} shards, tp={config.tp_size}; {serve_modes.running_mode()} mode). "
-            f"Logs: {LOGS}. Ctrl-C stops.",
-            highlight=False,
-            soft_wrap=True,
-        )
-        stop.wait()
-        console.print("stopping")
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+        except RuntimeError as error:  # Serve tells the last line of what a replica said
+            raise EngineFailure(f"the service did not start: {str(error).strip().splitlines()[-1]} (logs: {LOGS}/serve)") from None
+
+
+def _check_free(host: str, port: int) -> None:
+    """Serve would log a busy port and go on."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port") from None
 
 
 async def score_prompts(config: ServiceConfig, prompts: Path, out: Path, chunk: int) -> None:
     """`k3 score`. Raises K3Error."""
     named = read_prompts(prompts, resolve(config, gpus=config.shards).served.vocab_size)  # refuse before Ray starts
-    start_ray()
-    spec = score_spec(resolve(config).engine.shards, named)
-    try:
+    with local_ray():
+        spec = score_spec(resolve(config).engine.shards, named)
         group = await ShardGroup.start(spec)
         try:
             with Progress(console=console, transient=True) as bar:
@@ -90,7 +111,5 @@ async def score_prompts(config: ServiceConfig, prompts: Path, out: Path, chunk: 
                 )
         finally:
             await group.close()
-    finally:
-        ray.shutdown()
     write_logits(out, logits)
     console.print(f"wrote {len(logits)} prompts, {sum(len(v) for v in logits.values())} positions, to {out}", highlight=False)

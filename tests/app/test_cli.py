@@ -187,4 +187,4 @@ def test_a_case_that_is_refused_does_not_hide_the_others() -> None:
     assert "--- case 2: odd" in result.stdout
     assert "messages[0].role" in result.stderr
     as_json = [json.loads(line) for line in k3("render", "-", "--json", input=lines).stdout.splitlines()]
-    assert [list(one)[0] for one in as_json] == ["text", "error"]
+    assert [next(iter(one)) for one in as_json] == ["text", "error"]

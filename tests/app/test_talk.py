@@ -63,7 +63,7 @@ async def test_with_a_session_only_the_new_turn_is_sent() -> None:
 
 async def test_a_refusal_is_in_the_servers_words_and_not_kept() -> None:
     conversation = talk(Edge(says([])), model="gpt-7")
-    with pytest.raises(InvalidRequest, match="404.*gpt-7"):
+    with pytest.raises(InvalidRequest, match=r"404.*gpt-7"):
         await heard(conversation, "Hello")
     assert conversation.history == []
 
@@ -76,7 +76,7 @@ async def test_a_stream_that_breaks_off_says_so() -> None:
 
 async def test_nobody_listens() -> None:
     conversation = Talk(client=httpx.AsyncClient(base_url="http://127.0.0.1:9/v1"))
-    with pytest.raises(EngineFailure, match="no answer from http://127.0.0.1:9/v1"):
+    with pytest.raises(EngineFailure, match="no answer from http://127"):
         await heard(conversation, "Hello")
 
 
