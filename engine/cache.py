@@ -65,6 +65,11 @@ class CacheManager:
         return max(0, self.pages_for(tokens) - len(lease.pages))
 
     @property
+    def leases(self) -> int:
+        """Rows that run."""
+        return len(self._leases)
+
+    @property
     def idle(self) -> bool:
         """Nobody runs and nothing is in the making: all that is kept can be evicted."""
         return not self._leases and not self._taken

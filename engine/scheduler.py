@@ -365,7 +365,7 @@ class Scheduler:
         self._retention.abandon(g)
         self._rows.give_back(g.row)
         self._running.remove(g)
-        g.lease, g.row, g.told_pages = None, -1, 0
+        g.lease, g.row = None, -1
 
     # -- inspection
 
@@ -386,8 +386,8 @@ class Scheduler:
         awaited = self._flights.awaited()
         for g in self._open.values():
             g.check(awaited[g])
-        if self.idle and not self.cache.idle:
-            raise InvariantBroken("the group is idle, but pages or slots are leased")
+        if self.idle and self.cache.leases:
+            raise InvariantBroken(f"the group is idle, but {self.cache.leases} leases did not end")
 
     def stats(self) -> EngineStats:
         return EngineStats(

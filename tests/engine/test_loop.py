@@ -300,6 +300,19 @@ async def test_stopping_fails_what_is_open() -> None:
     assert isinstance(harness.failures["r"], ReplicaLost)
 
 
+async def test_an_import_whose_request_left_is_no_leak() -> None:
+    harness = Harness(config())
+    group = harness.loop.submit(request("r", range(10)), held=True)
+    taken = await harness.loop.reserve(group, 8)
+    assert taken is not None
+    harness.loop.cancel("r")
+    await harness.ended("r")
+    await settled()
+    assert harness.loop.failure is None
+    harness.loop.discard(group, taken)
+    await harness.close()
+
+
 async def test_figures_add_up() -> None:
     harness = Harness(config(), groups=2)
     for i in range(8):

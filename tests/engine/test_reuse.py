@@ -74,6 +74,22 @@ def test_behind_a_stop_token_the_next_turn_computes_only_what_is_new() -> None:
     driver.verify()
 
 
+def test_an_ended_rows_state_is_used_only_when_its_last_step_has_landed() -> None:
+    prompt = list(range(9))
+    stop = toy_stream(prompt, 1, sampling=GREEDY)[0]
+    driver = Driver(config(run_ahead=1))
+    driver.add(request("a", prompt, 9, stop_token_ids=(stop,)))
+    driver.plan()
+    driver.plan()  # consumes the stop token
+    driver.land()
+    assert driver.finish("a") is not None
+    lineage = driver.scheduler.lineage(request("b", [*prompt, stop, 77]))
+    assert driver.scheduler.match(lineage) == 8
+    driver.land()
+    assert driver.scheduler.match(lineage) == 10
+    driver.verify()
+
+
 def test_boundaries_that_the_renderer_marks_are_kept() -> None:
     driver = Driver(config())
     run_one(driver, "a", range(30), boundaries=(18,))
