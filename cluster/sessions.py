@@ -1,16 +1,18 @@
 """`SessionStore`: session → record, and lineage → which holders have the bundle. One detached actor; names only, never ObjectRefs.
 
 A pickled ref pins its object for ever, and a store that owned state would take it along when it dies. This one can die at any time: after
-its restart it rebuilds the bundle index from the holders, and the sessions from the durable tier or, without one, from the copies of its
-records that the holders keep.
+its restart it rebuilds the bundle index from the holders, and the sessions from the copies of its records that two holders keep, or from
+the durable tier.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +20,17 @@ import msgspec
 import ray
 
 from cluster.durable import open_blobs
+from engine.bundle import StateBundle
 from engine.errors import DurableError, SessionBusy, UnknownSession
 from engine.session import BundleAt, SessionRecord
 
 HOLDER_PREFIX = "k3-holder-"
 NAMESPACE = "serve"
 MAX_BUNDLES = 64  # resumable positions that one session remembers
+MAX_INDEXED = 500_000  # bundles whose place is remembered
+COPIES = 2  # holders that keep a copy of a record
+HOLDERS_S = 5.0  # how long the list of holders is believed
+REBUILD_S = 10.0  # longest wait for one holder after a restart
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(SessionRecord).decode
@@ -35,6 +42,21 @@ class _Turn:
 
     owner: str
     until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A bundle that may fit a prompt, and the holders that have it in memory; none = look in the durable tier."""
+
+    at: BundleAt
+    holders: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Place:
+    position: int
+    anchor: str
+    holders: set[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +74,14 @@ class SessionStore:
         self._blobs = open_blobs(durable_url, endpoint_url) if durable_url else None
         self._records: OrderedDict[tuple[str, str], SessionRecord] = OrderedDict()  # least recently used first
         self._turns: dict[tuple[str, str], _Turn] = {}
-        self._where: dict[str, set[str]] = {}  # lineage → names of holders
+        self._places: OrderedDict[str, _Place] = OrderedDict()  # by lineage, the longest known first to go
+        self._anchors: dict[str, dict[str, None]] = {}  # lineage after a full block → bundles that end before the next one
+        self._dirty: dict[tuple[str, str], SessionRecord | None] = {}  # to be written to the durable tier; None = to be deleted
+        self._writer: asyncio.Task[None] | None = None
+        self._holders: tuple[str, ...] = ()
+        self._holders_until = 0.0
+        self._copying: set[asyncio.Task[None]] = set()
+        self._started = time.time()
         self._expired = self._durable_failures = 0
         self._ready = asyncio.Event()
         self._rebuild_task = asyncio.get_running_loop().create_task(self._rebuild())
@@ -81,10 +110,13 @@ class SessionStore:
         """The turn's outcome. False, and nothing changes, when the lease was lost: somebody else's turn is the session's truth now."""
         key = (tenant, session)
         turn = self._turns.get(key)
-        if turn is None or turn.owner != owner:
+        record = await self._load(key)
+        if turn is None and record is not None and record.updated > self._started:
             return False
-        del self._turns[key]
-        record = await self._load(key) or SessionRecord(tenant=tenant, session=session, created=time.time())
+        if turn is not None and turn.owner != owner:
+            return False
+        self._turns.pop(key, None)  # absent when this store was restarted in the middle of the turn
+        record = record or SessionRecord(tenant=tenant, session=session, created=time.time())
         turns, total = record.turns + 1, record.cost + cost
         await self._save(replace(record, tokens=tokens, messages=messages, turns=turns, cost=total, updated=time.time()))
         return True
@@ -152,34 +184,64 @@ class SessionStore:
 
     async def delete(self, tenant: str, session: str) -> SessionRecord:
         """Forgets the record and returns it, so that the caller can drop what only it used. Raises UnknownSession."""
+        key = (tenant, session)
         record = await self.get(tenant, session)
-        self._records.pop((tenant, session), None)
-        self._turns.pop((tenant, session), None)
-        if self._blobs is not None:
-            await asyncio.to_thread(self._blobs.delete, _key(tenant, session))
+        self._records.pop(key, None)
+        self._turns.pop(key, None)
+        self._copy("forget_record", key, tenant, session)
+        self._write_later(key, None)
         return record
 
     # -- where bundles are ---------------------------------------------------------------------------------------------
 
-    async def register(self, lineage: str, holder: str) -> None:
-        self._where.setdefault(lineage, set()).add(holder)
+    async def register(self, bundle: StateBundle, holder: str) -> None:
+        """A holder has the bundle in memory."""
+        place = self._places.get(bundle.lineage)
+        if place is None:
+            place = self._places[bundle.lineage] = _Place(bundle.position, bundle.anchor, set())
+            self._anchors.setdefault(bundle.anchor, {})[bundle.lineage] = None
+            while len(self._places) > MAX_INDEXED:
+                self._unplace(next(iter(self._places)))
+        place.holders.add(holder)
 
     async def forget(self, lineage: str, holder: str) -> None:
-        holders = self._where.get(lineage)
-        if holders is not None:
-            holders.discard(holder)
-            if not holders:
-                del self._where[lineage]
+        """It turned out not to have it."""
+        place = self._places.get(lineage)
+        if place is not None:
+            place.holders.discard(holder)
+            if not place.holders:
+                self._unplace(lineage)
 
-    async def where(self, lineages: Sequence[str]) -> dict[str, list[str]]:
+    async def where(self, lineages: Sequence[str]) -> dict[str, Sequence[str]]:
         """lineage → holders that have the bundle in memory, for those known."""
         await self._ready.wait()
-        return {lineage: sorted(holders) for lineage in lineages if (holders := self._where.get(lineage))}
+        return {lineage: sorted(place.holders) for lineage in lineages if (place := self._places.get(lineage))}
+
+    async def find(self, anchors: Sequence[str], tenant: str, session: str | None, limit: int = 64) -> Sequence[Found]:
+        """Bundles that may fit a prompt with these lineages after its full blocks, and those that the session knows; longest first.
+
+        Which of them do fit is for the prompt's lineage at their position to say.
+        """
+        await self._ready.wait()
+        found: dict[str, BundleAt] = {}
+        record = await self._load((tenant, session)) if session is not None else None
+        if record is not None:
+            found = {at.lineage: at for at in record.bundles}
+        for anchor in anchors:
+            for lineage in self._anchors.get(anchor, ()):
+                found.setdefault(lineage, BundleAt(position=self._places[lineage].position, lineage=lineage))
+        best = sorted(found.values(), key=lambda at: -at.position)[:limit]
+        return [Found(at, tuple(sorted(place.holders)) if (place := self._places.get(at.lineage)) else ()) for at in best]
+
+    async def flush(self) -> None:
+        """Waits until what is known is in the durable tier, or failed to be."""
+        while self._writer is not None and not self._writer.done():
+            await asyncio.wait([self._writer])
 
     async def stats(self) -> StoreStats:
         return StoreStats(
             sessions=len(self._records),
-            bundles=len(self._where),
+            bundles=len(self._places),
             running_turns=len(self._turns),
             expired=self._expired,
             durable_failures=self._durable_failures,
@@ -188,12 +250,12 @@ class SessionStore:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     async def _load(self, key: tuple[str, str]) -> SessionRecord | None:
-        record = self._records.get(key)
-        if record is None and self._blobs is not None:
+        if key not in self._records and key not in self._dirty and self._blobs is not None:
             raw = await asyncio.to_thread(self._blobs.get, _key(*key))
-            record = _decode(raw) if raw is not None else None
+            if raw is not None and key not in self._dirty:
+                self._records.setdefault(key, _decode(raw))
+        record = self._records.get(key)
         if record is not None:
-            self._records[key] = record
             self._records.move_to_end(key)
         return record
 
@@ -202,11 +264,47 @@ class SessionStore:
         self._records[key] = record
         self._records.move_to_end(key)
         self._expire()
-        if self._blobs is not None:
+        self._copy("keep_record", key, record)
+        self._write_later(key, record)
+
+    def _write_later(self, key: tuple[str, str], record: SessionRecord | None) -> None:
+        """The newest version only, one after the other: two writes of a record must not overtake each other."""
+        if self._blobs is None:
+            return
+        self._dirty[key] = record
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.get_running_loop().create_task(self._write_dirty())
+
+    async def _write_dirty(self) -> None:
+        assert self._blobs is not None
+        while self._dirty:
+            key, record = next(iter(self._dirty.items()))
             try:
-                await asyncio.to_thread(self._blobs.put, _key(*key), _encode(record))
+                if record is None:
+                    await asyncio.to_thread(self._blobs.delete, _key(*key))
+                else:
+                    await asyncio.to_thread(self._blobs.put, _key(*key), _encode(record))
             except DurableError:
                 self._durable_failures += 1
+            if self._dirty.get(key) is record:
+                del self._dirty[key]
+
+    def _copy(self, method: str, key: tuple[str, str], *args: Any) -> None:
+        """Safety copies in the memory of a few holders, for the time after this actor's death."""
+        if time.monotonic() > self._holders_until:
+            self._holders, self._holders_until = tuple(holders()), time.monotonic() + HOLDERS_S
+        names = sorted(self._holders, key=lambda name: hashlib.sha256(f"{key}{name}".encode()).digest())[:COPIES]
+        for name in names:
+            task = asyncio.get_running_loop().create_task(_tell(name, method, args))
+            self._copying.add(task)
+            task.add_done_callback(self._copying.discard)
+
+    def _unplace(self, lineage: str) -> None:
+        place = self._places.pop(lineage)
+        at = self._anchors[place.anchor]
+        del at[lineage]
+        if not at:
+            del self._anchors[place.anchor]
 
     def _expire(self) -> None:
         limit = time.time() - self._ttl
@@ -218,13 +316,27 @@ class SessionStore:
                 self._expired += 1
 
     async def _rebuild(self) -> None:
-        for holder in holders():
+        for name in holders():
             try:
-                for bundle in await ray.get_actor(holder, namespace=NAMESPACE).bundles.remote():
-                    await self.register(bundle.lineage, holder)
-            except (ray.exceptions.RayError, ValueError):
-                continue  # a holder that is gone has nothing to tell
+                holder = ray.get_actor(name, namespace=NAMESPACE)
+                for bundle in await asyncio.wait_for(_value(holder.bundles.remote()), REBUILD_S):
+                    await self.register(bundle, name)
+                for record in await asyncio.wait_for(_value(holder.records.remote()), REBUILD_S):
+                    key = (record.tenant, record.session)
+                    if key not in self._records or self._records[key].updated < record.updated:
+                        self._records[key] = record
+            except (ray.exceptions.RayError, ValueError, TimeoutError):
+                continue  # a holder that is gone or hangs has nothing to tell
         self._ready.set()
+
+
+async def _value(ref: Any) -> Any:
+    return await ref
+
+
+async def _tell(holder: str, method: str, args: tuple[Any, ...]) -> None:
+    with suppress(ray.exceptions.RayError, ValueError):  # it is gone; another copy or the durable tier has the record
+        await getattr(ray.get_actor(holder, namespace=NAMESPACE), method).remote(*args)
 
 
 def holders() -> list[str]:
@@ -243,6 +355,4 @@ def session_store(ttl_s: float, durable_url: str | None, endpoint_url: str | Non
 
 def _key(tenant: str, session: str) -> str:
     """Names come from clients: hashed, so that no name can be a path."""
-    import hashlib
-
     return f"sessions/{hashlib.sha256(tenant.encode()).hexdigest()[:32]}/{hashlib.sha256(session.encode()).hexdigest()}.json"

@@ -20,6 +20,7 @@ import numpy as np
 import xxhash
 
 LAYOUT = "k3-1"  # of the arrays below; another layout has another tag and is refused
+WIDTH = {"float32": 4, "bfloat16": 2}  # bytes of an element
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,17 @@ class Schema:
     latent_dim: int
     state_dtype: str  # dtype of `kda`
     cache_dtype: str  # dtype of `conv` and `latents`
+
+    @property
+    def head_bytes(self) -> int:
+        """Of the recurrent and convolution state of one head, all layers."""
+        kda = self.kda_layers * self.head_dim**2 * WIDTH[self.state_dtype]
+        return kda + self.kda_layers * 3 * self.head_dim * (self.conv_taps - 1) * WIDTH[self.cache_dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the latents of one token, all layers."""
+        return self.mla_layers * self.latent_dim * WIDTH[self.cache_dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +78,20 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExportPart:
+    """What one shard is asked to export: the recurrent state of its heads from a slot, or a run of latents from pages."""
+
+    name: str
+    nbytes: int  # of the arrays
+    epoch: int  # of the shard group that wrote them: another one's slots and pages hold something else
+    heads: tuple[int, int] | None = None  # [first, last) of all heads: a recurrent part
+    slot: int = -1
+    pages: tuple[int, ...] = ()  # cover tokens [start, stop), the page of `start` first: a segment
+    start: int = 0
+    stop: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateBundle:
     lineage: str  # hex of engine.lineage at `position`
     position: int
@@ -74,6 +100,7 @@ class StateBundle:
     schema: Schema
     recurrent: tuple[RecurrentPart, ...]
     segments: tuple[Segment, ...]  # contiguous from 0 to position; the last may be an open tail
+    anchor: str = ""  # hex of engine.lineage after the last full block: how a prompt finds bundles whose position it does not know
     parent: str | None = None  # lineage of the bundle that this one extends
 
     @property
