@@ -318,10 +318,10 @@ async def _stream(updates: Updates, meter: Meter, bill: Bill, writer: Writer) ->
     sent = bill.headers(meter.total(), final=False)
     if not meter.admitted:
         del sent["x-msh-usage-cached-tokens"]  # rather none than a wrong one
-    return Stream(_frames(updates, writer), sent, updates)
+    return Stream(frames_of(updates, writer), sent, updates)
 
 
-async def _frames(updates: Updates, writer: Writer) -> AsyncGenerator[list[dict[str, Any]], None]:
+async def frames_of(updates: Updates, writer: Writer) -> AsyncGenerator[list[dict[str, Any]], None]:
     if first := writer.begin():
         yield first
     every = writer.ping_every_s

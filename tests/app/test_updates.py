@@ -9,7 +9,7 @@ import pytest
 
 from app.anthropic_stream import MessageWriter
 from app.choice import TextChoice
-from app.service import _frames
+from app.service import frames_of
 from app.updates import Updates
 from app.usage import Bill, Meter
 from engine.errors import ShardLost
@@ -97,7 +97,7 @@ async def test_a_long_silence_is_filled_with_pings() -> None:
     writer = MessageWriter("msg", "m", Meter([1]), Bill())
     writer.ping_every_s = 0.001
     kinds: list[str] = []
-    async with aclosing(updates(says([71], gate=gate), max_tokens=1)) as source, aclosing(_frames(source, writer)) as frames:
+    async with aclosing(updates(says([71], gate=gate), max_tokens=1)) as source, aclosing(frames_of(source, writer)) as frames:
         async for batch in frames:
             kinds += [frame["type"] for frame in batch]
             if kinds.count("ping") == 2:
