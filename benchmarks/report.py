@@ -35,6 +35,7 @@ def machine() -> dict[str, object]:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     found: dict[str, object] = {"cpu": model, "cores": os.cpu_count(), "system": platform.platform()}
+    found["load"] = round(os.getloadavg()[0], 1)  # busy neighbours make everything slower
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         found["accelerators"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
