@@ -41,7 +41,7 @@ class Rows:
         g.told_pages = -(-lease.start // page_size)
         return NewRow(
             row=g.row,
-            tokens=tuple(g.lineage.ids),
+            tokens=g.request.prompt + tuple(g.lineage.ids[g.prompt_len :]),
             prompt_len=g.prompt_len,
             slot=lease.slot,
             pages=tuple(lease.pages[: g.told_pages]),
