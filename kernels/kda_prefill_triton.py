@@ -28,20 +28,27 @@ SEGMENT = 1024
 
 
 @triton.jit
+def _sigmoid(x):
+    """In fewer instructions than a division takes."""
+    r = tl.rsqrt(1 + tl.exp2(x * -LOG2_E))
+    return r * r
+
+
+@triton.jit
 def _inverse(a, C: tl.constexpr, PRECISION: tl.constexpr):
     """(I + a)^-1 of a strictly lower triangular a [C, C], C = 32.
 
-    On the diagonal blocks of 8 by the nilpotent series (I - d)(I + d^2)(I + d^4), whose terms stay small there even for equal keys, in
-    fp32 accuracy; then the blocks below them, 8 -> 16 -> 32, with [[X, 0], [-Y B X, Y]] the inverse of [[X^-1, 0], [B, Y^-1]].
+    On the diagonal blocks of 8 by the nilpotent series (I - d)(I + d^2)(I + d^4), whose terms stay small there even for equal keys
+    (at most 20 times the result's), so that tf32 products do; then the blocks below them, 8 -> 16 -> 32, with [[X, 0], [-Y B X, Y]] the inverse of [[X^-1, 0], [B, Y^-1]].
     """
     o = tl.arange(0, C)
     row, column = o[:, None], o[None, :]
     d = tl.where(row // 8 == column // 8, a, 0.0)
     x = tl.where(row == column, 1.0, 0.0) - d
-    power = tl.dot(d, d, input_precision="tf32x3")
-    x = tl.dot(x, power, acc=x, input_precision="tf32x3")
-    power = tl.dot(power, power, input_precision="tf32x3")
-    x = tl.dot(x, power, acc=x, input_precision="tf32x3")
+    power = tl.dot(d, d, input_precision=PRECISION)
+    x = tl.dot(x, power, acc=x, input_precision=PRECISION)
+    power = tl.dot(power, power, input_precision=PRECISION)
+    x = tl.dot(x, power, acc=x, input_precision=PRECISION)
     below = tl.where((row // 16 == column // 16) & (row // 8 > column // 8), a, 0.0)
     x -= tl.dot(x, tl.dot(below, x, input_precision=PRECISION), input_precision=PRECISION)
     below = tl.where(row // 16 > column // 16, a, 0.0)
@@ -115,7 +122,7 @@ def _prepare(
     q = q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * (D**-0.5))[:, None]
     k = k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]
     f = tl.exp(tl.load(p_a_log + i_h)) * (f + tl.load(p_dt_bias + head)[None, :])
-    g = tl.where(m_t[:, None], (lower_bound * LOG2_E) * tl.sigmoid(f), 0.0)  # log2 of the decay
+    g = tl.where(m_t[:, None], (lower_bound * LOG2_E) * _sigmoid(f), 0.0)  # log2 of the decay
     last = tl.sum(g, 0)
     # measured from half the chunk's decay, so that no exponent exceeds C / 2 * |lower_bound|
     total = tl.cumsum(g, 0) - 0.5 * last[None, :]

@@ -19,67 +19,80 @@ from torch import Tensor
 
 from kernels.checks import check_shape
 
-# Four bytes of codes -> the low nibbles' four values and the high nibbles' four, times their scales. A code's exponent and mantissa moved
-# to bits 8..6 of a bf16 are its value times 2^-126, subnormal values included; the scale operand carries the 2^126.
+# Two words of four codes each -> four pairs of values, times their scales. A code's exponent and mantissa at bits 8..6 of a bf16 with the
+# sign on top are its value times 2^-126, subnormal values included; the scale carries the 2^126.
 _EXPAND = tl.constexpr("""
 {
-.reg .b32 a, b, s, m, n;
-prmt.b32 a, $4, 0, 0x1404;
-prmt.b32 b, $4, 0, 0x3424;
-shl.b32 s, a, 4;
-shr.u32 m, a, 2;
-and.b32 n, m, 0x01C001C0;
-lop3.b32 n, s, 0x80008000, n, 0xEA;
-mul.rn.bf16x2 $0, n, $5;
-shl.b32 s, b, 4;
-shr.u32 m, b, 2;
-and.b32 n, m, 0x01C001C0;
-lop3.b32 n, s, 0x80008000, n, 0xEA;
-mul.rn.bf16x2 $1, n, $6;
-shr.u32 m, a, 6;
-and.b32 n, m, 0x01C001C0;
-lop3.b32 n, a, 0x80008000, n, 0xEA;
-mul.rn.bf16x2 $2, n, $7;
-shr.u32 m, b, 6;
-and.b32 n, m, 0x01C001C0;
-lop3.b32 n, b, 0x80008000, n, 0xEA;
-mul.rn.bf16x2 $3, n, $8;
+.reg .b32 a, b;
+and.b32 a, $4, 0x81C081C0;
+mul.rn.bf16x2 $0, a, $5;
+shl.b32 a, $4, 3;
+and.b32 a, a, 0x81C081C0;
+mul.rn.bf16x2 $1, a, $5;
+shl.b32 a, $4, 6;
+and.b32 a, a, 0x81C081C0;
+mul.rn.bf16x2 $2, a, $6;
+shl.b32 a, $4, 1;
+and.b32 a, a, 0x80008000;
+shr.u32 b, $4, 5;
+lop3.b32 a, b, 0x01000100, a, 0xEA;
+shr.u32 b, $4, 4;
+lop3.b32 a, b, 0x00C000C0, a, 0xEA;
+mul.rn.bf16x2 $3, a, $6;
 }
 """)
-
-
-GROUP = 256  # input columns whose eight scale bytes are one word; an iteration of the product
+# up to so many pairs of most experts -> (BN, MORE, block_rows, stages, warps); measured on an H200 (docs/log.md)
+TILES = (
+    (16, (16, 0, 64, 3, 4)),
+    (32, (32, 0, 64, 3, 4)),
+    (64, (64, 0, 128, 2, 8)),
+    (96, (64, 32, 128, 2, 8)),
+    (160, (128, 32, 128, 2, 8)),
+    (192, (128, 64, 128, 2, 8)),
+)
+GROUP = 128  # input columns whose four scale bytes are one word; an iteration of the product
 
 
 @dataclass(frozen=True, slots=True)
 class PackedExperts:
     """One projection of E experts, laid out for `_experts`: what one iteration reads of a block of rows is contiguous.
 
-    codes [E, in / 64, out, 32] uint8: byte j holds column j (low nibble) and 32 + j (high) of its 64; scales [E, in / 256, out] int64:
-    byte i is the scale of columns 32 i ... 32 i + 31.
+    codes [E, in / 64, out, 16] int16: word j holds columns j, 16 + j, 32 + j, 48 + j of its 64, their bits placed so that one shift and
+    one mask make a bf16 of each (`_EXPAND`); scales [E, in / 128, out] int32: byte i, less 126, is the scale byte of columns 32 i ...
+    A gated projection has its rows in groups of 16: eight of the gate, then the eight of up that belong to them.
     """
 
     codes: Tensor
     scales: Tensor
 
 
-def pack_experts(packed: Tensor, scale: Tensor) -> PackedExperts:
+def pack_experts(packed: Tensor, scale: Tensor, gated: bool) -> PackedExperts:
     """A checkpoint's packed [E, out, in / 2] and scale [E, out, in / 32] -> the kernels' layout; once, at load.
 
-    Raises `ValueError` for widths that are no multiple of 256 and for scale bytes above 128 (weights above 12), whose expansion would
-    leave bf16's range.
+    gated: the first half of the rows are the gate's, the second up's. Raises `ValueError` for widths that do not divide and for scale
+    bytes above 128 (weights above 12), whose expansion would leave bf16's range.
     """
     experts, out, half = packed.shape
     check_shape("scale", scale, experts, out, half // 16)
-    if 2 * half % GROUP:
-        raise ValueError(f"packed: {2 * half} input columns, expected a multiple of {GROUP}")
+    if 2 * half % GROUP or out % 64:
+        raise ValueError(f"packed: {out} rows of {2 * half} columns, expected multiples of 64 and {GROUP}")
     if scale.numel() and int(scale.max()) > 128:
         raise ValueError(f"scale: byte {int(scale.max())}, expected at most 128")
-    codes = torch.empty(experts, half // 32, out, 32, dtype=torch.uint8, device=packed.device)
-    for e in range(experts):  # one at a time: the unpacked codes are twice the size
-        columns = torch.stack((packed[e] & 15, packed[e] >> 4), -1).view(out, half // 32, 2, 32)
-        codes[e] = (columns[:, :, 0] | columns[:, :, 1] << 4).transpose(0, 1)
-    return PackedExperts(codes, scale.contiguous().view(torch.int64).transpose(1, 2).contiguous())
+
+    def ordered(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (2, out // 16, 8)).transpose(0, 1).flatten(0, 2) if gated else rows
+
+    codes = torch.empty(experts, half // 32, out, 16, dtype=torch.int16, device=packed.device)
+    scales = torch.empty(experts, half // 64, out, dtype=torch.int32, device=packed.device)
+    for e in range(experts):  # one at a time: the unpacked codes are eight times the size
+        rows = ordered(packed[e]).int()
+        code = torch.stack((rows & 15, rows >> 4), -1).view(out, half // 32, 4, 16)
+        sign, size = code >> 3, code & 7
+        words = sign[:, :, 0] << 15 | size[:, :, 0] << 6 | sign[:, :, 1] << 12 | size[:, :, 1] << 3 | sign[:, :, 2] << 9 | size[:, :, 2]
+        words = words | sign[:, :, 3] << 14 | (size[:, :, 3] >> 2) << 13 | (size[:, :, 3] & 3) << 10
+        codes[e] = words.to(torch.int16).transpose(0, 1)
+        scales[e] = (ordered(scale[e]) + 126).contiguous().view(torch.int32).T
+    return PackedExperts(codes, scales)
 
 
 @triton.jit
@@ -117,27 +130,60 @@ def _place(p_ids, p_begins, p_ranks, p_order, pairs, first, E: tl.constexpr, B: 
 
 
 @triton.jit
-def _value(code, scale, dtype: tl.constexpr):
-    """A code (0..15; bits: sign, exponent, exponent, mantissa) and its scale byte -> its value."""
-    magnitude = code & 7
-    bits = (((magnitude >> 1) + 126) << 23) | ((magnitude & 1) << 22)  # from code 2 on: 2^(e - 1) (1 + m / 2)
-    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, bits.to(tl.float32, bitcast=True))
-    value = tl.where(code > 7, -value, value)
-    return (value * ((scale & 255).to(tl.int32) << 23).to(tl.float32, bitcast=True)).to(dtype)
+def _value(sign, size, scale, dtype: tl.constexpr):
+    """A code's sign bit and its exponent and mantissa bits (0..7), and a scale byte + 126 -> its value."""
+    bits = (((size >> 1) + 126) << 23) | ((size & 1) << 22)  # from 2 on: 2^(e - 1) (1 + m / 2)
+    value = tl.where(size < 2, size.to(tl.float32) * 0.5, bits.to(tl.float32, bitcast=True))
+    return (tl.where(sign > 0, -value, value) * ((scale - 126) << 23).to(tl.float32, bitcast=True)).to(dtype)
 
 
 @triton.jit
-def _expand(codes, low, high, PTX: tl.constexpr, dtype: tl.constexpr):
-    """codes [M, 32] uint8, low, high [M] scales in the lowest byte -> values of the low and of the high nibbles, [M, 32] each."""
+def _expand(words, scales, j: tl.constexpr, PTX: tl.constexpr, dtype: tl.constexpr):
+    """words [M, 16] int16, scales [M] int32 (bytes 2 j and 2 j + 1 are these columns') -> values [M, 16] of each word's four codes."""
     if PTX:
-        low = (((low & 255).to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)[:, None].broadcast_to(codes.shape)
-        high = (((high & 255).to(tl.int16) + 126) << 7).to(tl.bfloat16, bitcast=True)[:, None].broadcast_to(codes.shape)
-        return tl.inline_asm_elementwise(
-            _EXPAND, "=r,=r,=r,=r,r,r,r,r,r", [codes, low, high], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
+        bits = scales << 7 if j == 0 else scales >> 9
+        low = (bits & 0x7F80).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None].broadcast_to(words.shape)
+        bits = scales >> 1 if j == 0 else scales >> 17
+        high = (bits & 0x7F80).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None].broadcast_to(words.shape)
+        four: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
+        return tl.inline_asm_elementwise(_EXPAND, "=r,=r,=r,=r,r,r,r", [words, low, high], dtype=four, is_pure=True, pack=2)
     else:
-        wide = codes.to(tl.int32)
-        return _value(wide & 15, low[:, None], dtype), _value(wide >> 4, high[:, None], dtype)
+        w = words.to(tl.int32)
+        low, high = ((scales >> (16 * j)) & 255)[:, None], ((scales >> (16 * j + 8)) & 255)[:, None]
+        return (
+            _value((w >> 15) & 1, (w >> 6) & 7, low, dtype),
+            _value((w >> 12) & 1, (w >> 3) & 7, low, dtype),
+            _value((w >> 9) & 1, w & 7, high, dtype),
+            _value((w >> 14) & 1, ((w >> 11) & 4) | ((w >> 10) & 3), high, dtype),
+        )
+
+
+@triton.jit
+def _multiply(acc, w0, w1, w2, w3, p_row, m_n, PRECISION: tl.constexpr):
+    """acc += the four parts' products with 64 columns of x rows at p_row [N, 16]."""
+    acc = tl.dot(w0, tl.trans(tl.load(p_row, mask=m_n, other=0.0)), acc=acc, input_precision=PRECISION)
+    acc = tl.dot(w1, tl.trans(tl.load(p_row + 16, mask=m_n, other=0.0)), acc=acc, input_precision=PRECISION)
+    acc = tl.dot(w2, tl.trans(tl.load(p_row + 32, mask=m_n, other=0.0)), acc=acc, input_precision=PRECISION)
+    return tl.dot(w3, tl.trans(tl.load(p_row + 48, mask=m_n, other=0.0)), acc=acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _finish(y, p_out, target, m_n, i_o, beta, linear_beta, OUT: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr):
+    """SiTU of the gate and up rows in y [M, N] when GATED; then to the rows `target` of the output."""
+    M: tl.constexpr = y.shape[0]
+    N: tl.constexpr = y.shape[1]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (M // 16, 2, 8, N)), (0, 2, 3, 1)))
+        gate, up = tl.reshape(gate, (M // 2, N)), tl.reshape(up, (M // 2, N))
+        # tanh(a) = 2 sigmoid(2 a) - 1
+        y = beta * (2 * tl.sigmoid(gate * (2 / beta)) - 1) * tl.sigmoid(gate)
+        if LIMITED:
+            up = linear_beta * (2 * tl.sigmoid(up * (2 / linear_beta)) - 1)
+        y = y * up
+    width: tl.constexpr = OUT // 2 if GATED else OUT
+    rows: tl.constexpr = M // 2 if GATED else M
+    p_y = p_out + target.to(tl.int64)[:, None] * width + (i_o * rows + tl.arange(0, rows))[None, :]
+    tl.store(p_y, tl.trans(y).to(p_out.dtype.element_ty), mask=m_n[:, None])
 
 
 @triton.jit
@@ -161,14 +207,15 @@ def _experts(
     LIMITED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    MORE: tl.constexpr,
     STAGES: tl.constexpr,
     PTX: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """BM output rows of one expert for a tile of BN pairs.
+    """BM rows of one expert for a tile of BN + MORE pairs (two powers of two; MORE may be 0): the weights are expanded once for both.
 
-    GATED: x rows are tokens; gate rows i and up rows OUT / 2 + i together; the result of SiTU goes to the pair's place by expert.
-    Otherwise x rows are places by expert, and the result goes to the pair's own row.
+    GATED: x rows are tokens; the result of SiTU goes to the pair's place by expert. Otherwise x rows are places by expert, and the
+    result goes to the pair's own row.
     """
     i_o, i_t = tl.program_id(0), tl.program_id(1)
     i_e = tl.load(p_tile_expert + i_t)
@@ -176,45 +223,36 @@ def _experts(
         return
     begin = tl.load(p_tile_begin + i_t)
     end = tl.load(p_begins + i_e) + tl.load(p_counts + i_e)
+    o_m, o_k = i_o * BM + tl.arange(0, BM), tl.arange(0, 16)
+    e = i_e.to(tl.int64)
+    p_code = p_codes + e * (K // 4 * OUT) + o_m[:, None] * 16 + o_k[None, :]
+    p_scale = p_scales + e * (K // 128 * OUT) + o_m
+    dtype: tl.constexpr = p_x.dtype.element_ty
+
     place = begin + tl.arange(0, BN)
     m_n = place < end
     pair = tl.load(p_order + place, mask=m_n, other=0)
     row = pair // TOP_K if GATED else place
-    o_m, o_k = i_o * BM + tl.arange(0, BM), tl.arange(0, 32)
     p_row = p_x + row.to(tl.int64)[:, None] * stride_x + o_k[None, :]
-    e = i_e.to(tl.int64)
-    p_code = p_codes + e * (K // 2 * OUT) + o_m[:, None] * 32 + o_k[None, :]
-    p_scale = p_scales + e * (K // 256 * OUT) + o_m
-    dtype: tl.constexpr = p_x.dtype.element_ty
-
     y = tl.zeros((BM, BN), tl.float32)
-    up = tl.zeros((BM, BN), tl.float32)
-    for b in tl.range(0, K // 256, num_stages=STAGES):
-        s = tl.load(p_scale + b * OUT)
-        if GATED:
-            s_up = tl.load(p_scale + b * OUT + OUT // 2)
-        for j in tl.static_range(4):
-            x_low = tl.trans(tl.load(p_row + b * 256 + j * 64, mask=m_n[:, None], other=0.0))  # [32, BN]
-            x_high = tl.trans(tl.load(p_row + b * 256 + j * 64 + 32, mask=m_n[:, None], other=0.0))
-            codes = tl.load(p_code + (b * 4 + j) * (OUT * 32))
-            w_low, w_high = _expand(codes, s >> 16 * j, s >> 16 * j + 8, PTX, dtype)
-            y = tl.dot(w_low, x_low, acc=y, input_precision=PRECISION)
-            y = tl.dot(w_high, x_high, acc=y, input_precision=PRECISION)
-            if GATED:
-                codes = tl.load(p_code + (b * 4 + j) * (OUT * 32) + OUT // 2 * 32)
-                w_low, w_high = _expand(codes, s_up >> 16 * j, s_up >> 16 * j + 8, PTX, dtype)
-                up = tl.dot(w_low, x_low, acc=up, input_precision=PRECISION)
-                up = tl.dot(w_high, x_high, acc=up, input_precision=PRECISION)
-    if GATED:
-        # tanh(a) = 2 sigmoid(2 a) - 1
-        y = beta * (2 * tl.sigmoid(y * (2 / beta)) - 1) * tl.sigmoid(y)
-        if LIMITED:
-            up = linear_beta * (2 * tl.sigmoid(up * (2 / linear_beta)) - 1)
-        y = y * up
-    width: tl.constexpr = OUT // 2 if GATED else OUT
-    target = place if GATED else pair
-    p_y = p_out + target.to(tl.int64)[:, None] * width + o_m[None, :]
-    tl.store(p_y, tl.trans(y).to(p_out.dtype.element_ty), mask=m_n[:, None])
+    if MORE:
+        place_more = begin + BN + tl.arange(0, MORE)
+        m_more = place_more < end
+        pair_more = tl.load(p_order + place_more, mask=m_more, other=0)
+        row_more = pair_more // TOP_K if GATED else place_more
+        p_more = p_x + row_more.to(tl.int64)[:, None] * stride_x + o_k[None, :]
+        y_more = tl.zeros((BM, MORE), tl.float32)
+    for b in tl.range(0, K // 128, num_stages=STAGES):
+        scales = tl.load(p_scale + b * OUT)
+        for j in tl.static_range(2):
+            words = tl.load(p_code + (b * 2 + j) * (OUT * 16))
+            w0, w1, w2, w3 = _expand(words, scales, j, PTX, dtype)
+            y = _multiply(y, w0, w1, w2, w3, p_row + b * 128 + j * 64, m_n[:, None], PRECISION)
+            if MORE:
+                y_more = _multiply(y_more, w0, w1, w2, w3, p_more + b * 128 + j * 64, m_more[:, None], PRECISION)
+    _finish(y, p_out, place if GATED else pair, m_n, i_o, beta, linear_beta, OUT, GATED, LIMITED)
+    if MORE:
+        _finish(y_more, p_out, place_more if GATED else pair_more, m_more, i_o, beta, linear_beta, OUT, GATED, LIMITED)
 
 
 @triton.jit
@@ -231,9 +269,14 @@ def _combine(p_rows, p_ids, p_weights, p_out, first, D, E: tl.constexpr, TOP_K: 
     tl.store(p_out + t * D + o_d, total, mask=o_d < D)
 
 
-def block_tokens_for(pairs: int, experts: int) -> int:
-    """Columns of a tile: about what an expert gets, so that few are padding; from 16 to 128."""
-    return min(128, max(16, triton.next_power_of_2(-(-pairs // max(experts, 1)))))
+def tile_for(pairs: int, experts: int) -> tuple[int, int, int, int, int]:
+    """(BN, MORE, block_rows, stages, warps) for `pairs` spread over `experts`: columns for what most experts get, so that few are padding."""
+    mean = pairs / max(experts, 1)
+    most = mean + 2 * mean**0.5
+    for limit, tile in TILES:
+        if most <= limit:
+            return tile
+    return TILES[-1][1]
 
 
 def launch(
@@ -246,10 +289,7 @@ def launch(
     num_experts: int,
     beta: float,
     linear_beta: float | None,
-    block_tokens: int | None = None,
-    block_rows: int = 64,
-    stages: int = 4,
-    num_warps: int = 4,
+    tile: tuple[int, int, int, int, int] | None = None,
     ptx: bool | None = None,
 ) -> Tensor:
     """As `kernels.experts.packed_experts`, which has checked the shapes."""
@@ -261,11 +301,11 @@ def launch(
         return out
     if x.stride(1) != 1 or not ids.is_contiguous() or not weights.is_contiguous():
         raise ValueError("x needs rows without gaps, ids and weights contiguous memory")
-    block_rows = min(block_rows, latent & -latent, twice // 2 & -(twice // 2))  # a power of two that divides both widths
-    bn = block_tokens or block_tokens_for(pairs, num_experts)
+    bn, more, block_rows, stages, num_warps = tile or tile_for(pairs, num_experts)
+    block_rows = min(block_rows, latent & -latent, twice & -twice)  # a power of two that divides both
     bf16 = x.dtype == torch.bfloat16
     ptx = bf16 and x.is_cuda and torch.version.hip is None if ptx is None else ptx
-    tiles = pairs // bn + min(experts, pairs)
+    tiles = pairs // (bn + more) + min(experts, pairs)
 
     def integers(n: int) -> Tensor:
         return torch.empty(n, dtype=torch.int32, device=x.device)
@@ -274,7 +314,7 @@ def launch(
     begins, ranks, order, tile_expert, tile_begin = integers(experts), integers(pairs), integers(pairs), integers(tiles), integers(tiles)
     grid = (triton.cdiv(pairs, 256),)
     _rank[grid](ids, counts, ranks, pairs, first_expert, E=experts, B=256)
-    _tile[(1,)](counts, begins, tile_expert, tile_begin, tiles, E=experts, EP=triton.next_power_of_2(experts), BN=bn)
+    _tile[(1,)](counts, begins, tile_expert, tile_begin, tiles, E=experts, EP=triton.next_power_of_2(experts), BN=bn + more)
     _place[grid](ids, begins, ranks, order, pairs, first_expert, E=experts, B=256)
     hidden = torch.empty(pairs, twice // 2, dtype=x.dtype, device=x.device)
     rows = torch.empty(pairs, latent, dtype=x.dtype, device=x.device)
@@ -284,13 +324,14 @@ def launch(
         "LIMITED": linear_beta is not None,
         "BM": block_rows,
         "BN": bn,
+        "MORE": more,
         "STAGES": stages,
         "PTX": ptx,
         "PRECISION": None if bf16 else "ieee",
         "num_warps": num_warps,
     }
     situ = (beta, linear_beta or 1.0)
-    _experts[(twice // 2 // block_rows, tiles)](
+    _experts[(twice // block_rows, tiles)](
         x, w13.codes, w13.scales, *plan, hidden, x.stride(0), *situ, K=latent, OUT=twice, GATED=True, **options
     )
     _experts[(latent // block_rows, tiles)](

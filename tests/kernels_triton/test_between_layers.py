@@ -1,0 +1,96 @@
+"""The smaller kernels: attention residual with norm, routing, short convolution, MLA decode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import mla, moe, short_conv
+from kernels.attn_res_norm import attn_res_norm
+from kernels.testing import fenced, poisoned, relative_error
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinities that are masked
+
+
+def random(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return fenced(torch.randn(*shape, generator=generator, device=generator.device).to(dtype))
+
+
+def check_attn_res(generator: torch.Generator, sources: int, tokens: int, width: int, add: bool, dtype: torch.dtype, limit: float) -> None:
+    blocks, run = random(generator, sources, tokens, width, dtype=dtype), random(generator, tokens, width, dtype=dtype)
+    added = random(generator, tokens, width, dtype=dtype) if add else None
+    norm, query, out_norm = random(generator, width), random(generator, 1, width), random(generator, width)
+    sums = [run.clone(), run.clone()]
+    kernel = attn_res_norm(blocks, sums[0], added, norm, query, out_norm, 1e-5, backend="triton")
+    assert relative_error(kernel, attn_res_norm(blocks, sums[1], added, norm, query, out_norm, 1e-5, backend="torch")) < limit
+    assert torch.equal(*sums)
+
+
+@pytest.mark.parametrize(("sources", "add"), [(0, True), (1, False), (3, True)])
+def test_attn_res_norm(generator: torch.Generator, sources: int, add: bool) -> None:
+    check_attn_res(generator, sources, tokens=3, width=48, add=add, dtype=torch.float32, limit=2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 65])
+def test_attn_res_norm_k3(generator: torch.Generator, tokens: int) -> None:
+    check_attn_res(generator, 8, tokens, 7168, True, torch.bfloat16, 4e-3)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(3, 24, 4), (1, 16, 1), pytest.param(300, 896, 16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_route(generator: torch.Generator, tokens: int, experts: int, top_k: int, renormalise: bool) -> None:
+    from kernels.route_triton import route
+
+    logits, bias = random(generator, tokens, experts), random(generator, experts) * 0.1
+    ids, weights = route(logits, bias, top_k, renormalise, 2.5)
+    ids_ref, weights_ref = moe.route(logits, bias, top_k, renormalise, 2.5)
+    assert torch.equal(ids, ids_ref)
+    assert relative_error(weights, weights_ref) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("lengths", "channels"), [([1, 2, 3, 20], 20), ([17, 1], 8), pytest.param([1, 63, 0, 1000], 4608, marks=pytest.mark.gpu)]
+)
+def test_short_conv(generator: torch.Generator, lengths: list[int], channels: int) -> None:
+    from kernels import short_conv_triton
+
+    device, sequences = generator.device, len(lengths)
+    ends = torch.tensor([0, *lengths], device=device).cumsum(0)
+    x = random(generator, sum(lengths), channels + 5)[:, :channels]
+    weight, state = random(generator, channels, 1, 4), random(generator, 2 * sequences, 3, channels)
+    read, write = torch.arange(sequences, device=device) - 1, torch.arange(sequences, device=device) + sequences
+    states = [state.clone(), state.clone()]
+    y = short_conv_triton.short_conv(x, weight, states[0], read, write, ends)
+    assert relative_error(y, short_conv.short_conv(x, weight, states[1], read, write, ends)) < 2e-6
+    assert torch.equal(*states)
+
+
+def check_mla(generator: torch.Generator, lengths: list[int], heads: int, value: int, rest: int, page: int, dtype: torch.dtype) -> float:
+    device = generator.device
+    widest = max(1, *(-(-n // page) for n in lengths))
+    latents = poisoned(len(lengths) * widest + 1, page, value + rest, dtype=dtype, device=device)
+    order = torch.randperm(len(lengths) * widest, generator=generator, device=device) + 1
+    tables = order.view(len(lengths), widest)
+    for i, n in enumerate(lengths):
+        for s in range(0, n, page):
+            rows = min(page, n - s)
+            latents[tables[i, s // page], :rows] = random(generator, rows, value + rest, dtype=dtype)
+    from kernels.mla_decode_triton import mla_decode
+
+    query, at = random(generator, len(lengths), heads, value + rest, dtype=dtype), torch.tensor(lengths, device=device)
+    result = mla_decode(query, latents, tables, at, value, 0.1)
+    assert torch.equal(result, mla_decode(query, latents, tables, at, value, 0.1))
+    assert relative_error(mla_decode(query, latents, tables, at, value, 0.1, splits=3), result) < 4e-3
+    return relative_error(result, mla.mla_decode(query.float(), latents.float(), tables, at, value, 0.1))
+
+
+def test_mla_decode(generator: torch.Generator) -> None:
+    assert check_mla(generator, [5, 40, 1], heads=3, value=32, rest=16, page=16, dtype=torch.float32) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [12, 96])
+def test_mla_decode_k3(generator: torch.Generator, heads: int) -> None:
+    assert check_mla(generator, [1, 63, 64, 65, 1000, 4097], heads, 512, 64, 64, torch.bfloat16) < 4e-3
