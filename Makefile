@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+CLIENTS := .clients
+# kimi-cli needs Python 3.13; its last release that works is 1.44 (later ones only point to its successor)
+PYTHON313 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.13.*/bin/python) $(shell command -v python3.13))
 OURS   := app chat engine model kernels cluster deployments autoscaling
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-gpu lint types size lock clean
+.PHONY: help setup serve test clients test-gpu lint types size lock clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -26,6 +29,12 @@ serve: $(READY)  ## serve on http://127.0.0.1:8000 (the embedded tiny K3; ARGS="
 test: $(READY)  ## everything that runs on a CPU
 	$(BIN)/python -m pytest -q -m "not gpu"
 
+clients:  ## kimi-cli and litellm, each in its own environment, for tests/clients
+	$(PYTHON) -m venv $(CLIENTS)/litellm
+	$(CLIENTS)/litellm/bin/pip install --quiet --disable-pip-version-check litellm
+	$(PYTHON313) -m venv $(CLIENTS)/kimi-cli
+	$(CLIENTS)/kimi-cli/bin/pip install --quiet --disable-pip-version-check kimi-cli==1.44.0
+
 test-gpu: $(READY)  ## the kernels' and engine's GPU tests
 	$(BIN)/python -m pytest -q -m gpu
 
@@ -43,4 +52,4 @@ lock: $(READY)  ## write requirements.lock from the environment
 	$(BIN)/pip freeze --all --exclude pip --exclude-editable | sed -E 's/^(torch==[0-9.]+)\+.*/\1/' > requirements.lock
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
