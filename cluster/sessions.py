@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ import ray
 from cluster.durable import open_blobs
 from engine.bundle import StateBundle
 from engine.errors import DurableError, SessionBusy, UnknownSession
-from engine.session import BundleAt, SessionRecord
+from engine.session import BundleAt, SessionRecord, TurnEnd, cut, marks_within
 
 HOLDER_PREFIX = "k3-holder-"
 NAMESPACE = "serve"
@@ -69,8 +69,16 @@ class StoreStats:
 
 
 class SessionStore:
-    def __init__(self, ttl_s: float, durable_url: str | None = None, endpoint_url: str | None = None) -> None:
+    def __init__(
+        self,
+        ttl_s: float,
+        durable_url: str | None = None,
+        endpoint_url: str | None = None,
+        list_holders: Callable[[], Sequence[str]] | None = None,
+    ) -> None:
+        """`list_holders`: names of the holders to rebuild from and to copy records to; None asks Ray."""
         self._ttl = ttl_s
+        self._list_holders = list_holders or holders
         self._blobs = open_blobs(durable_url, endpoint_url) if durable_url else None
         self._records: OrderedDict[tuple[str, str], SessionRecord] = OrderedDict()  # least recently used first
         self._turns: dict[tuple[str, str], _Turn] = {}
@@ -106,7 +114,18 @@ class SessionStore:
         turn.until = time.time() + lease_s
         return True
 
-    async def finish(self, tenant: str, session: str, owner: str, *, tokens: bytes, messages: bytes, cost: float) -> bool:
+    async def finish(
+        self,
+        tenant: str,
+        session: str,
+        owner: str,
+        *,
+        tokens: bytes,
+        messages: bytes,
+        cost: float,
+        ends: Sequence[TurnEnd] = (),
+        rendering: str = "",
+    ) -> bool:
         """The turn's outcome. False, and nothing changes, when the lease was lost: somebody else's turn is the session's truth now."""
         key = (tenant, session)
         turn = self._turns.get(key)
@@ -118,7 +137,8 @@ class SessionStore:
         self._turns.pop(key, None)  # absent when this store was restarted in the middle of the turn
         record = record or SessionRecord(tenant=tenant, session=session, created=time.time())
         turns, total = record.turns + 1, record.cost + cost
-        await self._save(replace(record, tokens=tokens, messages=messages, turns=turns, cost=total, updated=time.time()))
+        record = replace(record, tokens=tokens, messages=messages, ends=tuple(ends), rendering=rendering, turns=turns, cost=total)
+        await self._save(replace(record, marks=marks_within(record), updated=time.time()))
         return True
 
     async def attach(self, tenant: str, session: str, at: BundleAt) -> None:
@@ -160,27 +180,31 @@ class SessionStore:
         await self._save(record)
 
     async def fork(self, tenant: str, session: str, new: str, mark: str | None = None) -> SessionRecord:
-        """Another record that points at the same bundles: no state is copied. `mark` forks from a marked position."""
+        """Another record that points at the same bundles: no state is copied. `mark` forks from the end of a marked turn."""
         source = await self.get(tenant, session)
         now = time.time()
         forked = replace(source, session=new, parent=session, created=now, updated=now, marks={}, pinned=False, cost=0.0)
         if mark is not None:
             if mark not in source.marks:
                 raise UnknownSession(f"session {session!r} has no mark {mark!r}; it has {sorted(source.marks) or 'none'}")
-            at = source.marks[mark]
-            kept = tuple(b for b in source.bundles if b.position <= at.position)
-            forked = replace(forked, tokens=source.tokens[: 4 * at.position], messages=b"[]", bundles=kept)
+            forked = cut(forked, source.marks[mark])
         await self.create(forked)
         return forked
 
     async def mark(self, tenant: str, session: str, name: str) -> SessionRecord:
-        """Names the newest resumable position."""
+        """Names the end of the last turn."""
         record = await self.get(tenant, session)
-        if not record.bundles:
-            raise UnknownSession(f"session {session!r} has no stored state to mark yet")
-        marked = replace(record, marks={**record.marks, name: record.bundles[0]})
+        if not record.ends:
+            raise UnknownSession(f"session {session!r} has no finished turn to mark yet")
+        marked = replace(record, marks={**record.marks, name: record.ends[-1]})
         await self._save(marked)
         return marked
+
+    async def pin(self, tenant: str, session: str, pinned: bool) -> SessionRecord:
+        """A pinned session does not expire."""
+        record = replace(await self.get(tenant, session), pinned=pinned)
+        await self._save(record)
+        return record
 
     async def delete(self, tenant: str, session: str) -> SessionRecord:
         """Forgets the record and returns it, so that the caller can drop what only it used. Raises UnknownSession."""
@@ -292,7 +316,7 @@ class SessionStore:
     def _copy(self, method: str, key: tuple[str, str], *args: Any) -> None:
         """Safety copies in the memory of a few holders, for the time after this actor's death."""
         if time.monotonic() > self._holders_until:
-            self._holders, self._holders_until = tuple(holders()), time.monotonic() + HOLDERS_S
+            self._holders, self._holders_until = tuple(self._list_holders()), time.monotonic() + HOLDERS_S
         names = sorted(self._holders, key=lambda name: hashlib.sha256(f"{key}{name}".encode()).digest())[:COPIES]
         for name in names:
             task = asyncio.get_running_loop().create_task(_tell(name, method, args))
@@ -316,7 +340,7 @@ class SessionStore:
                 self._expired += 1
 
     async def _rebuild(self) -> None:
-        for name in holders():
+        for name in self._list_holders():
             try:
                 holder = ray.get_actor(name, namespace=NAMESPACE)
                 for bundle in await asyncio.wait_for(_value(holder.bundles.remote()), REBUILD_S):
