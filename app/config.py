@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from app.pricing import LIST_PRICES, Price
+from engine.lineage import BLOCK
 
 
 def _names(value: Any) -> Any:
@@ -37,6 +38,7 @@ def _blank_is_none(value: Any) -> Any:
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 MaybeInt = Annotated[PositiveInt | None, BeforeValidator(_blank_is_none)]
+MaybeText = Annotated[str | None, BeforeValidator(_blank_is_none)]
 MaybePath = Annotated[Path | None, BeforeValidator(_blank_is_none)]
 
 
@@ -69,8 +71,22 @@ class ServiceConfig(BaseModel):
     max_batched_tokens: PositiveInt = Field(2048, description="token budget of one step")
     max_queued: PositiveInt = Field(256, description="waiting requests before 429")
     checkpoint_interval: PositiveInt = Field(8192, description="tokens between state checkpoints of a prefill")
+    checkpoint_decode_interval: MaybeInt = Field(
+        None, description="generated tokens between state checkpoints: what a stream that moves computes again; none = by bytes of state"
+    )
     prefix_cache: bool = Field(True, description="reuse the state of shared prompt prefixes")
     run_ahead: int = Field(1, ge=0, le=1, description="steps submitted before the last result is known")
+
+    # Stored states: sessions that outlive replicas, shards and, with durable_url, the cluster
+    state_store: bool = Field(True, description="keep states outside of the shards; off: a lost shard or replica means prefilling again")
+    store_bytes: ByteSize = Field(ByteSize(2 * 2**30), gt=0, description="bytes of one node's object store for stored states")
+    store_ttl_s: PositiveFloat = Field(24 * 3600.0, description="how long states and sessions that nobody uses are kept in memory")
+    durable_url: MaybeText = Field(None, description="file:///path or s3://bucket/prefix: states and sessions are written there behind")
+    durable_endpoint_url: MaybeText = Field(None, description="of an S3-compatible server; none = AWS")
+    mirror: bool = Field(False, description="a second copy of every session's states, on another node")
+    segment_tokens: MaybeInt = Field(None, description="tokens in one stored run of latents, a multiple of 64; none = about 64 MiB")
+    export_concurrency: PositiveInt = Field(2, description="states on their way out of one replica at a time")
+    import_timeout_s: PositiveFloat = Field(30.0, description="longest wait for a stored object before its tokens are computed again")
 
     # The HTTP edge
     api_keys: Names = Field((), repr=False, description="keys that clients must send; `file:PATH` reads one key a line; none = open")
@@ -89,6 +105,9 @@ class ServiceConfig(BaseModel):
     shard_timeout_s: PositiveFloat = Field(60.0, description="a step or a collective longer than this fails the shard group")
     heartbeat_s: PositiveFloat = Field(1.0, description="how often the replica looks after its shards")
     start_timeout_s: PositiveFloat = Field(600.0, description="longest time to place, load and connect the shards")
+    recovery_attempts: PositiveInt = Field(5, description="times within recovery_window_s that lost shards are replaced before giving up")
+    recovery_window_s: PositiveFloat = Field(300.0, description="see recovery_attempts")
+    failover_timeout_s: PositiveFloat = Field(300.0, description="how long a stream whose replica died waits for another one")
 
     @model_validator(mode="before")
     @classmethod
@@ -111,6 +130,8 @@ class ServiceConfig(BaseModel):
             )
         if self.num_slots is not None and self.num_slots < self.max_running:
             raise ValueError(f"num_slots={self.num_slots} is below max_running={self.max_running}: each running row owns a slot")
+        if self.segment_tokens is not None and self.segment_tokens % BLOCK:
+            raise ValueError(f"segment_tokens={self.segment_tokens} must be a multiple of {BLOCK}")
         if self.served_model_name in self.aliases:
             raise ValueError(f"aliases repeat served_model_name {self.served_model_name!r}")
         return self

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import fields
+from typing import Any
 
 import orjson
 from fastapi import Response
@@ -17,12 +18,18 @@ from prometheus_client.registry import Collector
 from ray.serve.handle import DeploymentHandle
 
 from app.serve_modes import running_mode
+from cluster.holder import HolderStats
+from deployments.bundle_stats import BundleStats
 from deployments.engine import ReplicaReport
 from engine.stats import EngineStats
 
 ANSWER_S = 3.0  # an engine that does not answer within this is not healthy
-LEVELS = {"running", "waiting", "paused", "pages_total", "pages_free", "pages_leased", "slots_total", "slots_free", "slots_cached"}
-BY_LABEL = {"misses": "reason", "finished": "reason"}
+NOT_METRICS = {"last", "node", "started"}
+LEVELS = {
+    *("running", "waiting", "paused", "pages_total", "pages_free", "pages_leased", "slots_total", "slots_free", "slots_cached"),
+    *("bundles", "objects", "bytes", "budget", "pinned", "not_durable"),
+}
+BY_LABEL = {"misses": "reason", "finished": "reason", "exports_failed": "reason", "import_misses": "reason", "imports": "source"}
 HELP = {
     "steps": "steps with work",
     "tokens_prefilled": "prompt tokens computed, again after a preemption included",
@@ -31,7 +38,6 @@ HELP = {
     "tokens_cached": "prompt tokens whose computation was skipped; the sum of usage.cached_tokens",
     "tokens_resumed": "tokens whose recomputation after a preemption or a move was skipped",
     "tokens_recomputed": "tokens to be computed again after a preemption or a move",
-    "hits": "first admissions that resumed from a checkpoint",
     "misses": "first admissions that found nothing to resume from, by reason",
     "waits": "admissions put off because another request was about to write the prefix",
     "preemptions": "requests put back because pages or slots ran out",
@@ -39,7 +45,7 @@ HELP = {
     "checkpoints_skipped": "state checkpoints for which there was no slot",
     "evictions": "checkpoints evicted",
     "finished": "requests ended, by reason",
-    "refused": "requests refused because the queue was full",
+    "refused": "requests refused because the queue was full; states refused because all that is held is pinned",
     "running": "requests in the batch",
     "waiting": "requests waiting for the batch",
     "paused": "requests whose reader is slower than the engine",
@@ -49,6 +55,35 @@ HELP = {
     "slots_total": "KDA state slots",
     "slots_free": "slots that hold nothing",
     "slots_cached": "slots that hold a checkpoint",
+    "exports": "states stored outside of the shards",
+    "exported_bytes": "bytes of them, shared segments included",
+    "export_seconds": "time that they took, beside the steps",
+    "exports_failed": "states that were not stored, by reason",
+    "exports_superseded": "states not stored because a newer one of the same request came first",
+    "imports": "stored states restored, by where they came from",
+    "imported_bytes": "bytes of restored states",
+    "imported_tokens": "tokens that restored states stand for",
+    "import_seconds": "time that restoring took",
+    "import_misses": "stored states that could not be used, by reason",
+    "recoveries": "times that a lost shard group was formed again",
+    "recovery_seconds": "time that it took",
+    "recoveries_failed": "attempts at it that failed",
+    "shards_replaced": "shards that were started anew in recoveries",
+    "weights_reread_bytes": "bytes of weights read in recoveries; shards that survive read none",
+    "requests_moved": "requests that went on after a recovery",
+    "bundles_lost": "stored states that are known to have died with the holder of their node",
+    "bundles": "states held",
+    "objects": "objects held: recurrent parts and segments of latents",
+    "bytes": "bytes held",
+    "budget": "bytes that may be held",
+    "pinned": "states that are not evicted",
+    "not_durable": "states that die with their holder",
+    "taken": "states taken in",
+    "hits": "states handed out, or first admissions that resumed from a checkpoint",
+    "evicted": "states evicted",
+    "never_hit": "states evicted that nobody ever asked for",
+    "durable_bytes": "bytes written to the durable tier",
+    "durable_failures": "states that could not be written to the durable tier",
 }
 
 
@@ -89,19 +124,31 @@ class _Families(Collector):
         self._reports = reports
 
     def collect(self) -> list[Metric]:
-        families: list[Metric] = []
-        for field in fields(EngineStats):
-            if field.name == "last":
-                continue
-            kind = GaugeMetricFamily if field.name in LEVELS else CounterMetricFamily
-            labels = ["replica", *([BY_LABEL[field.name]] if field.name in BY_LABEL else [])]
-            family = kind(f"k3_{field.name}", HELP[field.name], labels=labels)
-            for report in self._reports:
-                value = getattr(report.stats, field.name)
-                if isinstance(value, Mapping):
-                    for label, count in sorted(value.items()):
-                        family.add_metric([report.replica, label], count)
-                else:
-                    family.add_metric([report.replica], value)
-            families.append(family)
-        return families
+        """Of engines and of states that moved by replica, of stores by node (replicas of one node share its holder)."""
+        names = [r.replica for r in self._reports]
+        holders = {r.holder.node: r.holder for r in self._reports if r.holder is not None}
+        return [
+            *_families("k3", "replica", EngineStats, dict(zip(names, (r.stats for r in self._reports), strict=True))),
+            *_families("k3_state", "replica", BundleStats, dict(zip(names, (r.bundles for r in self._reports), strict=True))),
+            *_families("k3_store", "node", HolderStats, holders),
+        ]
+
+
+def _families(prefix: str, label: str, kind: type, snapshots: Mapping[str, Any]) -> list[Metric]:
+    """One family a field of the dataclass `kind`; `snapshots`: the label's value → a snapshot."""
+    families: list[Metric] = []
+    for field in fields(kind):
+        if field.name in NOT_METRICS:
+            continue
+        family_of = GaugeMetricFamily if field.name in LEVELS else CounterMetricFamily
+        labels = [label, *([BY_LABEL[field.name]] if field.name in BY_LABEL else [])]
+        family = family_of(f"{prefix}_{field.name}", HELP[field.name], labels=labels)
+        for name, snapshot in snapshots.items():
+            value = getattr(snapshot, field.name)
+            if isinstance(value, Mapping):
+                for kind_of, count in sorted(value.items()):
+                    family.add_metric([name, kind_of], count)
+            else:
+                family.add_metric([name], value)
+        families.append(family)
+    return families

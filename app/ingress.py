@@ -38,7 +38,7 @@ class Ingress:
     async def __init__(self, engine: DeploymentHandle, config: ServiceConfig, served: Served) -> None:
         self._served = served
         self._config = config
-        self._engine = RoutedEngineClient(engine, ray.util.get_node_ip_address())
+        self._engine = RoutedEngineClient(engine, ray.util.get_node_ip_address(), config.failover_timeout_s)
         self._health = Health(engine, config.served_model_name)
         self._service = Service.from_config(
             config,

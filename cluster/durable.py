@@ -127,12 +127,16 @@ class S3Blobs:
 
 def open_blobs(url: str, endpoint_url: str | None = None) -> Blobs:
     """`file:///path` or `s3://bucket/prefix`. Raises ConfigError for anything else."""
+    scheme, netloc, path = check_url(url)
+    return DiskBlobs(Path(path)) if scheme == "file" else S3Blobs(netloc, path, endpoint_url)
+
+
+def check_url(url: str) -> tuple[str, str, str]:
+    """(scheme, bucket, path) of a durable store. Raises ConfigError; connects to nothing."""
     parsed = urlparse(url)
-    if parsed.scheme == "file" and parsed.path:
-        return DiskBlobs(Path(parsed.path))
-    if parsed.scheme == "s3" and parsed.netloc:
-        return S3Blobs(parsed.netloc, parsed.path, endpoint_url)
-    raise ConfigError(f"durable store {url!r}: expected file:///absolute/path or s3://bucket/prefix")
+    if not ((parsed.scheme == "file" and parsed.path) or (parsed.scheme == "s3" and parsed.netloc)):
+        raise ConfigError(f"durable store {url!r}: expected file:///absolute/path or s3://bucket/prefix")
+    return parsed.scheme, parsed.netloc, parsed.path
 
 
 def pack(arrays: Mapping[str, np.ndarray]) -> bytes:

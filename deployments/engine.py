@@ -2,7 +2,7 @@
 
 A request is one long unary call of `generate` that returns its `Usage`: Serve counts, queues, drains and cancels it. Its tokens
 leave by the token channel, one message a step for all requests of an ingress. Errors of ours are returned as values, so that a
-refusal costs no traceback in the logs and arrives with its fields.
+refusal costs no traceback in the logs and arrives with its fields. What a lost shard means is the business of `deployments.supervisor`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,25 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
+import ray
 from ray import serve
 from ray.util import get_current_placement_group
 
+from cluster.holder import HolderStats
+from deployments.bundle_stats import BundleCounters, BundleStats
 from deployments.shard_group import ShardGroup
 from deployments.spec import EngineSpec
+from deployments.states import BundleTraffic
+from deployments.supervisor import Supervisor
+from deployments.tier import StateTier
 from deployments.token_channel import Control, ControlKind, StreamAddress, TokenSender
 from engine.errors import K3Error
 from engine.executor import Executor
-from engine.loop import EngineLoop
 from engine.stats import EngineStats
 from engine.types import GenerateRequest, TokenChunk, Usage
 
 logger = logging.getLogger("ray.serve")
+FLUSH_S = 15.0  # longest time that a replica which is told to end gives to the states it still has
 
 
 @dataclass(slots=True)
@@ -40,72 +46,97 @@ class ReplicaReport:
 
     replica: str
     stats: EngineStats
+    bundles: BundleStats
+    holder: HolderStats | None  # of its node; None: no state tier, or it does not answer
     failure: str | None
 
 
 class EngineReplica:
     """Serve deployment. `executor` is injected by tests and benchmarks; otherwise the replica starts its own shards."""
 
-    async def __init__(self, spec: EngineSpec, executor: Executor | None = None) -> None:
+    async def __init__(self, spec: EngineSpec, executor: Executor | None = None) -> None:  # type: ignore[misc]  # Serve awaits it
         self._spec = spec
         self._open: dict[str, _Open] = {}  # by request id
         self._by_stream: dict[str, str] = {}  # stream id → request id
         self._group = None if executor else await ShardGroup.start(spec.shards, get_current_placement_group())
         self._sender = TokenSender(self._on_control)
-        self._loop = EngineLoop(
-            spec.engine,
-            executor or self._group,
-            groups=spec.shards.num_groups,
-            fingerprint=spec.fingerprint,
-            deliver=self._deliver,
-        )
-        self._loop.start()
+        self._tier: StateTier | None = None
+        self._holder: HolderStats | None = None
+        counters, states = BundleCounters(), None
+        if self._group is not None and spec.state is not None:
+            self._tier = StateTier(spec.state)
+            states = BundleTraffic.start(spec, spec.state, self._group, self._tier, counters)
+        self._counters = counters
+        work = executor or self._group
+        assert work is not None
+        self._engine = Supervisor(spec, work, deliver=self._deliver, counters=counters, group=self._group, states=states)
 
     async def generate(self, request: GenerateRequest, address: StreamAddress) -> Usage | K3Error:
         """Runs one request to its end; tokens go to `address`. Cancelling the call cancels the request."""
-        if self._loop.failure is not None:
-            return self._loop.failure
+        if self._engine.failure is not None:
+            return self._engine.failure
         entry = _Open(address, asyncio.get_running_loop().create_future())
         self._open[request.request_id] = entry
         self._by_stream[address.stream] = request.request_id
         try:
             self._sender.send([(address, TokenChunk(request_id=request.request_id))])  # shows the ingress whom to send controls
-            self._loop.submit(request)
+            self._engine.submit(request)
             return await entry.done
         except K3Error as error:
             return error
         except asyncio.CancelledError:
-            self._loop.cancel(request.request_id)
+            self._engine.cancel(request.request_id)
             raise
         finally:
             self._open.pop(request.request_id, None)
             self._by_stream.pop(address.stream, None)
 
     async def report(self) -> ReplicaReport:
-        failure = self._loop.failure
-        name = serve.get_replica_context().replica_id.unique_id
-        return ReplicaReport(replica=name, stats=self._loop.stats(), failure=str(failure) if failure else None)
+        failure = self._engine.failure
+        await self._look_at_holder()
+        return ReplicaReport(
+            replica=serve.get_replica_context().replica_id.unique_id,
+            stats=self._engine.stats(),
+            bundles=self._engine.bundle_stats(),
+            holder=self._holder,
+            failure=str(failure) if failure else None,
+        )
 
     async def shard_pids(self) -> list[int]:
         return await self._group.pids() if self._group else []
 
     async def check_health(self) -> None:
-        """Serve replaces a replica whose group is lost."""
-        if self._loop.failure is not None:
-            raise self._loop.failure
+        """Serve replaces a replica whose group is lost for good."""
+        if self._engine.failure is not None:
+            raise self._engine.failure
 
     async def drain(self) -> None:
         """Waits until every request has ended."""
-        await self._loop.drain()
+        await self._engine.drain()
 
     async def __del__(self) -> None:
-        await self._loop.stop()
+        try:
+            await asyncio.wait_for(self._engine.stop(), FLUSH_S)
+        except TimeoutError:
+            logger.warning("states were still on their way out after %g s", FLUSH_S)
         if self._group:
             await self._group.close()
         await self._sender.close()
 
+    async def _look_at_holder(self) -> None:
+        """Its figures; and what died with it when it is not the one that was there before."""
+        if self._tier is None:
+            return
+        try:
+            now = await self._tier.holder_stats()
+        except (ray.exceptions.RayError, TimeoutError):
+            return
+        if self._holder is not None and now.started != self._holder.started:
+            self._counters.bundles_lost += self._holder.not_durable
+        self._holder = now
+
     def _deliver(self, chunks: list[TokenChunk], failures: dict[str, K3Error]) -> None:
-        """Called by the loop after each step."""
+        """Called after each step."""
         batch = [(self._open[c.request_id].address, c) for c in chunks if c.request_id in self._open]
         for address in self._sender.send(batch) if batch else ():
             self._cancel(address.stream)
@@ -126,11 +157,11 @@ class EngineReplica:
             case ControlKind.CANCEL:
                 self._cancel(control.stream)
             case ControlKind.PAUSE:
-                self._loop.pause(request_id)
+                self._engine.pause(request_id)
             case ControlKind.RESUME:
-                self._loop.resume(request_id)
+                self._engine.resume(request_id)
 
     def _cancel(self, stream: str) -> None:
         request_id = self._by_stream.get(stream)
         if request_id is not None:
-            self._loop.cancel(request_id)
+            self._engine.cancel(request_id)

@@ -1,7 +1,8 @@
 """A Ray actor around one `ModelRunner`: one accelerator's experts, heads, pages and slots.
 
-Concurrency groups: `step` has one thread, so steps run in the order they were sent; `control` stays free for pings and for the
-abort that unblocks a rank whose peer died inside a collective (a ring all-reduce would otherwise wait for the transport's timeout).
+Concurrency groups: `step` has one thread, so steps run in the order they were sent; `state` has one of its own, so that bundles go out
+and come in beside the steps; `control` stays free for pings and for the abort that unblocks a rank whose peer died inside a collective (a
+ring all-reduce would otherwise wait for the transport's timeout).
 """
 
 from __future__ import annotations
@@ -11,21 +12,27 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import ray
 
 from deployments.spec import ShardSpec
+from engine.bundle import ExportPart, ObjectRef, StateBundle, digest, overlapping
 from engine.errors import ShardLost
 
 logger = logging.getLogger("ray.serve")
 KEEPALIVE = b"-"  # no plan is this short
 
 
-@ray.remote(concurrency_groups={"step": 1, "control": 2}, max_restarts=0)
+@ray.remote(concurrency_groups={"step": 1, "state": 1, "control": 2}, max_restarts=0)
 class Shard:
-    """Lifecycle: `endpoint` on rank 0 → `join` on all → `load` on all → `follow` on ranks > 0, `step` on rank 0 → `abort` or `stop`."""
+    """Lifecycle: `endpoint` on rank 0 → `join` on all → `load` on all → `follow` on ranks > 0, `step` on rank 0 → `abort` or `stop`.
+
+    A shard that outlives its group goes from `leave` and `reset` to `join` again, at another address and in the next epoch.
+    """
 
     def __init__(self, spec: ShardSpec, rank: int) -> None:
         import torch  # the replica that declares this actor never imports torch
@@ -33,9 +40,10 @@ class Shard:
         torch.set_num_threads(spec.threads)
         self._spec = spec
         self._rank = rank
-        self._mesh = None
-        self._runner = None
+        self._mesh: Any = None
+        self._runner: Any = None
         self._aborted = False
+        self._epoch = 0
 
     @ray.method(concurrency_group="control")
     def ping(self) -> int:
@@ -48,23 +56,26 @@ class Shard:
             probe.bind((host, 0))
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
-    def join(self, url: str) -> None:
+    def idle(self) -> None:
+        """Returns when nothing that takes its turn with `join` and `load` runs here any more."""
+
+    def join(self, url: str, epoch: int) -> None:
         from deployments.lockstep import Lockstep
         from model.parallel import connect
 
-        spec = self._spec
-        self._mesh = connect(
-            url,
-            rank=self._rank,
-            world=spec.shards,
-            tp=spec.tp,
-            backend="nccl" if spec.device == "cuda" else "gloo",
-            timeout=spec.step_timeout_s,
-        )
-        self._lockstep = Lockstep(self._mesh.links)
+        spec, backend = self._spec, "nccl" if self._spec.device == "cuda" else "gloo"
+        self._epoch = epoch
+        if self._mesh is None:
+            self._mesh = connect(url, rank=self._rank, world=spec.shards, tp=spec.tp, backend=backend, timeout=spec.step_timeout_s)
+            self._lockstep = Lockstep(self._mesh.links)
+        else:
+            self._mesh.join(url, backend=backend, timeout=spec.step_timeout_s)
+        self._aborted = False
 
-    def load(self) -> float:
-        """Reads this rank's part of the checkpoint; seconds it took."""
+    def load(self) -> tuple[float, int]:
+        """Reads this rank's part of the checkpoint: seconds it took, bytes of weights. Nothing when it has them already."""
+        if self._runner is not None:
+            return 0.0, 0
         import torch
 
         from model.runner import build_runner
@@ -80,7 +91,7 @@ class Shard:
             num_slots=spec.num_slots,
             matchers=_matchers(spec) if self._rank % spec.tp == 0 else None,
         )
-        return time.monotonic() - begin
+        return time.monotonic() - begin, sum(p.numel() * p.element_size() for p in self._runner.model.parameters())
 
     @ray.method(concurrency_group="step")
     def step(self, payload: bytes) -> bytes:
@@ -118,6 +129,77 @@ class Shard:
         """Rank 0: releases the followers."""
         self._lockstep.send(b"")
 
+    @ray.method(concurrency_group="step")
+    def leave(self) -> None:
+        """A survivor: returns when no step runs here any more."""
+        self.abort()
+
+    @ray.method(concurrency_group="state")
+    def reset(self, epoch: int) -> None:
+        """A survivor: forgets rows and states, after the export or import under way; others of the old epoch are refused from now on."""
+        self._epoch = epoch
+        if self._runner is not None:
+            self._runner.reset()
+
+    @ray.method(concurrency_group="state", num_returns=2)
+    def export(self, part: ExportPart) -> tuple[dict[str, np.ndarray], ObjectRef]:
+        """The arrays of one stored object, and its name, digest and size. What it reads is pinned, so steps go on meanwhile."""
+        from model.bundle_io import export_latents, export_recurrent
+
+        if part.epoch != self._epoch:
+            raise ShardLost(f"{part.name} was written by another shard group")
+        with self._beside_the_steps():
+            if part.heads is not None:
+                arrays = export_recurrent(self._runner.pools, part.slot)
+            else:
+                arrays = export_latents(self._runner.pools, part.pages, part.start, part.stop)
+        return arrays, ObjectRef(name=part.name, digest=digest(arrays), nbytes=sum(a.nbytes for a in arrays.values()))
+
+    @ray.method(concurrency_group="state")
+    def restore(
+        self, epoch: int, bundle: StateBundle, refs: dict[str, list[Any]], slot: int, pages: Sequence[int], timeout_s: float
+    ) -> str | None:
+        """Copies a bundle's objects, digests checked, into a reserved slot and pages. Returns why it could not, in one word, or None."""
+        from model.bundle_io import import_latents, import_recurrent
+
+        if epoch != self._epoch:
+            return "stale"
+        pools, size = self._runner.pools, self._spec.page_size
+        heads = pools.kda.shape[2]
+        first = self._mesh.tp_rank * heads
+        try:
+            taken = 0
+            for part in overlapping(bundle.recurrent, first, first + heads):
+                arrays = _checked(part.object, refs, timeout_s)
+                with self._beside_the_steps():
+                    taken += import_recurrent(pools, slot, first, part.first, arrays)
+            if taken != heads:
+                return "incomplete"
+            for segment in bundle.segments:
+                arrays = _checked(segment.object, refs, timeout_s)
+                with self._beside_the_steps():
+                    import_latents(pools, pages[segment.start // size : -(-segment.stop // size)], segment.start, arrays)
+        except _Unusable as fault:
+            return str(fault)
+        except (ValueError, KeyError, RuntimeError):  # arrays that are not of the pools' shapes
+            logger.exception("bundle %s does not fit shard %d", bundle.lineage, self._rank)
+            return "wrong_schema"
+        return None
+
+    @contextmanager
+    def _beside_the_steps(self) -> Iterator[None]:
+        """On CUDA a stream of its own, behind the steps submitted so far; done when left."""
+        if self._spec.device != "cuda":
+            yield
+            return
+        import torch
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
     @ray.method(concurrency_group="control")
     def abort(self) -> None:
         """Destroys the process groups, so that every peer blocked on this rank gets an error within milliseconds. Idempotent."""
@@ -141,3 +223,21 @@ def _matchers(spec: ShardSpec) -> Callable[[str], Any] | None:
     if spec.tokenizer_dir is None:
         return None
     return MatcherFactory(Tokenizer.from_dir(spec.tokenizer_dir), spec.vocab_size).create
+
+
+class _Unusable(Exception):
+    """Why a stored object cannot be used, in one word."""
+
+
+def _checked(meta: ObjectRef, refs: dict[str, list[Any]], timeout_s: float) -> dict[str, np.ndarray]:
+    """An object's arrays (read-only views into the object store), digest checked. Raises _Unusable."""
+    if meta.name not in refs:
+        raise _Unusable("incomplete")
+    try:
+        arrays = ray.get(refs[meta.name][0], timeout=timeout_s)
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        logger.warning("object %s is lost: %s", meta.name, type(error).__name__)
+        raise _Unusable("lost") from None
+    if digest(arrays) != meta.digest:
+        raise _Unusable("digest")
+    return arrays

@@ -2,7 +2,8 @@
 
 A step is one actor call to rank 0; the plan goes on from there by a broadcast among the ranks (`deployments.lockstep`). The group is
 lost when any rank's actor dies, raises, does not answer pings, or a step outlasts its time. Whoever notices first aborts
-the process groups of all survivors, which unblocks them at once, and every caller gets one clear `ShardLost`.
+the process groups of all survivors, which unblocks them at once, and every caller gets one clear `ShardLost`. `reform` then puts new
+actors in the place of those that died or hang; the others keep their weights.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -24,14 +26,20 @@ from engine.plan import StepPlan, StepResult
 
 logger = logging.getLogger("ray.serve")
 WAIT_LOG_S = 10.0
+REUNION_S = 25.0  # a rank that waits for a peer which died on its way to a reunion gives up within this
 
 
 class ShardGroup:
     """An `engine.executor.Executor`. Create with `await ShardGroup.start(...)`, end with `await close()`."""
 
-    def __init__(self, spec: ShardSpec, actors: list[Any]) -> None:
+    def __init__(self, spec: ShardSpec, actors: list[Any], placement_group: PlacementGroup | None) -> None:
         self._spec = spec
         self._actors = actors
+        self._placement_group = placement_group
+        self.epoch = 0  # of the present group: states that another one wrote are gone
+        self.bytes_loaded: list[int] = []  # by rank, when the group was last formed
+        self.replaced = 0  # actors so far
+        self.on_lost: Callable[[ShardLost], None] | None = None
         self._lost: ShardLost | None = None
         self._closing = False
         self._pending = 0
@@ -41,25 +49,82 @@ class ShardGroup:
     async def start(cls, spec: ShardSpec, placement_group: PlacementGroup | None = None) -> ShardGroup:
         """Places, joins and loads all shards. Raises ConfigError/CheckpointError for what the operator must mend, ShardLost otherwise."""
         actors = [_place(spec, rank, placement_group) for rank in range(spec.shards)]
-        group = cls(spec, actors)
+        group = cls(spec, actors, placement_group)
         try:
-            await _observed([a.ping.remote() for a in actors], f"{spec.shards} shard actors to be placed")
-            url = await actors[0].endpoint.remote()
-            await _observed([a.join.remote(url) for a in actors], f"{spec.shards} ranks to meet at {url}")
-            seconds = await _observed([a.load.remote() for a in actors], f"weights of {spec.model_dir}")
+            await group._form()
         except Exception as error:
             group.kill()
             raise _cause(error) from None
-        logger.info("shards ready: %d (tp=%d, groups=%d), weights in %.1f s", spec.shards, spec.tp, spec.num_groups, max(seconds))
-        group._watchers = [
-            *(asyncio.create_task(group._watch_follower(rank)) for rank in range(1, spec.shards)),
-            asyncio.create_task(group._heartbeat()),
-        ]
         return group
+
+    async def reform(self) -> None:
+        """After the group was lost: replaces the dead and the hung, keeps the others with their weights, and starts a new epoch.
+
+        Raises like `start`; may be called again then.
+        """
+        await self._stop_watching()
+        alive = await asyncio.gather(*(self._survives(actor) for actor in self._actors))
+        self.epoch += 1
+        for rank, survives in enumerate(alive):
+            if not survives:
+                ray.kill(self._actors[rank])
+                self._actors[rank] = _place(self._spec, rank, self._placement_group)
+                self.replaced += 1
+        logger.info("forming the shard group again: ranks %s are new", [rank for rank, survives in enumerate(alive) if not survives])
+        try:
+            await _observed([a.reset.remote(self.epoch) for a in self._actors], "shards to forget the lost group's states")
+            await self._form()
+        except Exception as error:
+            await self._abort_all()
+            raise _cause(error) from None
+        self._lost = None
+
+    async def _form(self) -> None:
+        spec, actors = self._spec, self._actors
+        await _observed([a.ping.remote() for a in actors], f"{spec.shards} shard actors to be placed")
+        url = await actors[0].endpoint.remote()
+        await _observed([a.join.remote(url, self.epoch) for a in actors], f"{spec.shards} ranks to meet at {url}")
+        loaded = await _observed([a.load.remote() for a in actors], f"weights of {spec.model_dir}")
+        self.bytes_loaded = [nbytes for _, nbytes in loaded]
+        logger.info(
+            "shards ready: %d (tp=%d, groups=%d), %d bytes of weights in %.1f s",
+            spec.shards, spec.tp, spec.num_groups, sum(self.bytes_loaded), max(seconds for seconds, _ in loaded),
+        )  # fmt: skip
+        self._watchers = [
+            *(asyncio.create_task(self._watch_follower(rank)) for rank in range(1, spec.shards)),
+            asyncio.create_task(self._heartbeat()),
+        ]
+
+    async def _survives(self, actor: Any) -> bool:
+        """Whether an actor answers and has left the lost group. One that hangs inside a step does not count."""
+        patience = self._spec.ping_timeout_s
+        try:
+            await asyncio.wait_for(_value(actor.ping.remote()), patience)
+            await asyncio.wait_for(_value(actor.leave.remote()), patience)
+            await asyncio.wait_for(_value(actor.idle.remote()), patience + REUNION_S)
+        except (TimeoutError, ray.exceptions.RayError):
+            return False
+        return True
+
+    async def _abort_all(self) -> None:
+        """Unblocks whoever waits for a peer that will not come."""
+        await self._stop_watching()
+        aborts = [asyncio.wait_for(_value(actor.abort.remote()), self._spec.ping_timeout_s) for actor in self._actors]
+        await asyncio.gather(*aborts, return_exceptions=True)
+
+    async def _stop_watching(self) -> None:
+        for task in self._watchers:
+            task.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        self._watchers = []
 
     @property
     def lost(self) -> ShardLost | None:
         return self._lost
+
+    def actors_of(self, group: int) -> list[Any]:
+        """The actors of one data-parallel group, by tensor-parallel rank."""
+        return self._actors[group * self._spec.tp : (group + 1) * self._spec.tp]
 
     async def pids(self) -> list[int]:
         """Process ids by rank: for operators and for tests that kill one."""
@@ -109,6 +174,8 @@ class ShardGroup:
                 logger.error("shard group lost: %s", self._lost)
                 for actor in self._actors:
                     actor.abort.remote()
+                if self.on_lost is not None:
+                    self.on_lost(self._lost)
         return self._lost
 
     async def _watch_follower(self, rank: int) -> None:

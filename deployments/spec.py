@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.bundle import Schema
 from engine.config import EngineConfig
 
 
@@ -37,7 +38,33 @@ class ShardSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """What becomes of states outside of the device: how they are cut, when they move, where they are kept."""
+
+    schema: Schema
+    segment_tokens: int  # of one stored run of latents; a multiple of the lineages' block
+    stake_tokens: int  # computing so many tokens again costs more than moving a state
+    export_concurrency: int  # bundles on their way out of one replica at a time
+    import_timeout_s: float  # longest wait for a stored object
+    store_bytes: int  # of one node's holder
+    ttl_s: float  # of bundles and records that nobody uses
+    durable_url: str | None
+    durable_endpoint_url: str | None
+    mirror: bool  # a second copy on another node, for every bundle of a session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoverySpec:
+    """How often a lost shard group is formed again before its replica gives up."""
+
+    attempts: int = 5
+    window_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     shards: ShardSpec
     engine: EngineConfig
+    state: StateSpec | None = None  # None: states never leave the device
+    recovery: RecoverySpec = RecoverySpec()
     fingerprint: str  # hex digest of the model's identity: the root of every lineage

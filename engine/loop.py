@@ -37,6 +37,7 @@ class EngineLoop:
 
     `deliver(chunks, failures)` gets the chunks of one step, all requests together, and the requests that failed. Every accepted
     request gets exactly one end: a chunk with `finish`, or a failure. It may call `cancel`, `pause` and `resume`.
+    A failure of the engine itself is delivered even when nothing is open.
     `on_written(group, checkpoints)` hears of checkpoints that may be pinned from now on.
     """
 
@@ -78,6 +79,12 @@ class EngineLoop:
             await asyncio.gather(self._task, return_exceptions=True)
         self._fail(ReplicaLost("the engine was stopped"))
 
+    def abort(self, error: EngineFailure) -> None:
+        """The executor is lost: ends the loop as its next step would. Idempotent."""
+        self._fail(error)
+        if self._task is not None:
+            self._task.cancel()
+
     async def drain(self) -> None:
         """Accepts nothing more and waits until every open request has ended."""
         self._draining = True
@@ -85,7 +92,7 @@ class EngineLoop:
 
     # -- requests
 
-    def submit(self, request: GenerateRequest, *, held: bool = False) -> int:
+    def submit(self, request: GenerateRequest, lineage: Lineage | None = None, *, held: bool = False) -> int:
         """Queues a request in the best group; returns which. `held`: it runs after `release`.
 
         Raises InvalidRequest, QueueFull, EngineFailure.
@@ -97,7 +104,7 @@ class EngineLoop:
         if request.request_id in self._group_of:
             raise InvalidRequest(f"request {request.request_id} is open already", param="request_id")
         refusal: QueueFull | None = None
-        lineage = self.schedulers[0].lineage(request)
+        lineage = lineage or self.lineage(request)
         for group in self._ranking(request, lineage):
             try:
                 ended = self.schedulers[group].add(request, lineage, held=held)
@@ -133,6 +140,14 @@ class EngineLoop:
         if (group := self._group_of.get(request_id)) is not None:
             self.schedulers[group].resume(request_id)
             self._wake.set()
+
+    def lineage(self, request: GenerateRequest) -> Lineage:
+        """The request's tokens, hashed as every group of every engine of this model names them."""
+        return self.schedulers[0].lineage(request)
+
+    def match(self, group: int, lineage: Lineage) -> int:
+        """Tokens that a request of this lineage could skip in a group now."""
+        return self.schedulers[group].match(lineage)
 
     def release(self, request_id: str, miss: str | None = None) -> None:
         """Lets a held request run; `miss`: why no stored state came for it."""
@@ -285,5 +300,4 @@ class EngineLoop:
         failures: dict[str, K3Error] = {request_id: error for request_id in self._group_of}
         self._group_of.clear()
         self._idle.set()
-        if ended or failures:
-            self._deliver(ended, failures)
+        self._deliver(ended, failures)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,11 @@ class EngineStats:
     slots_free: int = 0
     slots_cached: int = 0
     last: StepStats | None = None
+
+    def without_levels(self) -> EngineStats:
+        """The counters of an engine that is no more."""
+        levels = ("running", "waiting", "paused", "pages_total", "pages_free", "pages_leased", "slots_total", "slots_free", "slots_cached")
+        return replace(self, **dict.fromkeys(levels, 0), last=None)  # type: ignore[arg-type]
 
     @staticmethod
     def total(parts: Sequence[EngineStats], *, steps: int, last: StepStats | None) -> EngineStats:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from engine.errors import ConfigError
 from model.weights import Shard, split
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+MEET_S = 20.0  # longest wait for peers at the meeting place: one of them may have died on its way there
 DIRECT_SUM = 1 << 16  # elements up to which a sum is one all-gather; larger ones move each element twice instead of tp times
 
 
@@ -134,7 +136,13 @@ class Mesh:
         if self.world == 1:
             return
         limit = timedelta(seconds=timeout)
-        dist.init_process_group(backend, init_method=url, rank=self.rank, world_size=self.world, timeout=limit)
+        address = urlparse(url)
+        if address.scheme == "tcp" and address.hostname and address.port:
+            patience = min(limit, timedelta(seconds=MEET_S))
+            store = dist.TCPStore(address.hostname, address.port, self.world, is_master=self.rank == 0, timeout=patience)
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=limit)
+        else:
+            dist.init_process_group(backend, init_method=url, rank=self.rank, world_size=self.world, timeout=limit)
         for first in range(0, self.world, self.tp):
             group = dist.new_group(range(first, first + self.tp), timeout=limit, backend=backend) if self.tp > 1 else None
             if first == self.group * self.tp:

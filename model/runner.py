@@ -32,6 +32,12 @@ class ModelRunner:
         self.device = pools.latents.device
         self.table = RowTable(model.config.vocab_size, self.device, matchers)
 
+    def reset(self) -> None:
+        """Forget every row and state; keep the weights."""
+        self.table.rows.clear()
+        for pool in (self.pools.latents, self.pools.kda, self.pools.conv):
+            pool.zero_()
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Execute one step. Rank 0 returns every group's results, other ranks their own group's at most.
