@@ -23,9 +23,11 @@ def _attn_res_norm(
     D: tl.constexpr,
     B: tl.constexpr,
     SOURCES: tl.constexpr,
+    SP: tl.constexpr,
+    PIECE: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """SOURCES sealed blocks, then the running sum. [B] = D padded to a power of two."""
+    """SOURCES sealed blocks (SP padded), then the running sum. [B] = D padded to a power of two."""
     t = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, B)
     m_d = o_d < D
@@ -38,16 +40,30 @@ def _attn_res_norm(
     mix = run
     if SOURCES > 0:
         weight = tl.load(p_norm + o_d, mask=m_d, other=0.0).to(tl.float32) * tl.load(p_query + o_d, mask=m_d, other=0.0).to(tl.float32)
-        top = tl.sum(run * weight) * tl.rsqrt(tl.sum(run * run) / D + eps)
-        total = top * 0 + 1.0
+        own = tl.sum(run * weight) * tl.rsqrt(tl.sum(run * run) / D + eps)
+        # All blocks' scores with one reduction, a piece of the width at a time; the second read of the blocks comes from the cache.
+        o_n, o_p = tl.arange(0, SP), tl.arange(0, PIECE)
+        p_rows = p_blocks + o_n[:, None] * stride_block + t * stride_token
+        dot = tl.zeros((SP, PIECE), tl.float32)
+        square = tl.zeros((SP, PIECE), tl.float32)
+        for d in range(0, D, PIECE):
+            m = (o_n[:, None] < SOURCES) & (d + o_p[None, :] < D)
+            s = tl.load(p_rows + d + o_p[None, :], mask=m, other=0.0).to(tl.float32)
+            m_p = d + o_p < D
+            w = tl.load(p_norm + d + o_p, mask=m_p, other=0.0).to(tl.float32) * tl.load(p_query + d + o_p, mask=m_p, other=0.0).to(
+                tl.float32
+            )
+            dot += s * w[None, :]
+            square += s * s
+        score = tl.sum(dot, 1) * tl.rsqrt(tl.sum(square, 1) / D + eps)
+        score = tl.where(o_n < SOURCES, score, -float("inf"))
+        top = tl.maximum(tl.max(score, 0), own)
+        alpha = tl.exp(score - top)
+        mix = run * tl.exp(own - top)
+        total = tl.exp(own - top) + tl.sum(alpha, 0)
         for i in tl.static_range(SOURCES):
             s = tl.load(p_blocks + i * stride_block + t * stride_token + o_d, mask=m_d, other=0.0).to(tl.float32)
-            score = tl.sum(s * weight) * tl.rsqrt(tl.sum(s * s) / D + eps)
-            new_top = tl.maximum(top, score)
-            keep, add = tl.exp(top - new_top), tl.exp(score - new_top)
-            mix = mix * keep + s * add
-            total = total * keep + add
-            top = new_top
+            mix += tl.sum(tl.where(o_n == i, alpha, 0.0)) * s
         mix = mix / total
     y = mix * tl.rsqrt(tl.sum(mix * mix) / D + eps) * tl.load(p_out_norm + o_d, mask=m_d, other=0.0).to(tl.float32)
     tl.store(p_out + t * D + o_d, y.to(p_out.dtype.element_ty), mask=m_d)
@@ -61,6 +77,7 @@ def launch(
     query: Tensor,
     out_norm: Tensor,
     eps: float,
+    piece: int = 512,
     num_warps: int = 8,
 ) -> Tensor:
     """As `kernels.attn_res_norm.attn_res_norm`, which has checked the shapes."""
@@ -83,6 +100,8 @@ def launch(
             D=width,
             B=triton.next_power_of_2(width),
             SOURCES=blocks.shape[0],
+            SP=triton.next_power_of_2(max(1, blocks.shape[0])),
+            PIECE=min(piece, triton.next_power_of_2(width)),
             ADD=added is not None,
             num_warps=num_warps,
         )

@@ -100,7 +100,7 @@ def mla_decode(
     scale: float,
     splits: int | None = None,
     block: tuple[int, int] | None = None,
-    stages: int = 2,
+    stages: int = 4,
     num_warps: int | None = None,
 ) -> Tensor:
     """query [N, heads, D], latents [pages, page_size, D], page_tables [N, P], lengths [N] -> [N, heads, value_dim] in query's dtype.
@@ -122,7 +122,7 @@ def mla_decode(
     num_warps = num_warps or (4 if bh <= 32 else 8)
     blocks = triton.cdiv(heads, bh)
     if splits is None:
-        splits = max(1, min(PROGRAMS // max(1, sequences * blocks), triton.cdiv(capacity, 8 * bs), 64))
+        splits = max(1, min(PROGRAMS // max(1, sequences * blocks), triton.cdiv(capacity, 8 * bs), 128))
     out = torch.empty(sequences, heads, value_dim, dtype=query.dtype, device=query.device)
     if not sequences:
         return out

@@ -41,14 +41,26 @@ lop3.b32 a, b, 0x00C000C0, a, 0xEA;
 mul.rn.bf16x2 $3, a, $6;
 }
 """)
-# up to so many pairs of most experts -> (BN, MORE, block_rows, stages, warps); measured on an H200 (docs/log.md)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """BN + MORE pairs of one expert, and (BM, stages, warps) of the two projections."""
+
+    bn: int
+    more: int
+    w13: tuple[int, int, int]
+    w2: tuple[int, int, int]
+
+
+# up to so many pairs for most experts -> what was fastest on an H200 (docs/log.md)
 TILES = (
-    (16, (16, 0, 64, 3, 4)),
-    (32, (32, 0, 64, 3, 4)),
-    (64, (64, 0, 128, 2, 8)),
-    (96, (64, 32, 128, 2, 8)),
-    (160, (128, 32, 128, 2, 8)),
-    (192, (128, 64, 128, 2, 8)),
+    (16, Tile(16, 0, (256, 3, 4), (256, 3, 4))),
+    (32, Tile(32, 0, (128, 3, 4), (128, 3, 4))),
+    (64, Tile(64, 0, (128, 2, 4), (128, 3, 8))),
+    (96, Tile(64, 32, (128, 2, 4), (128, 3, 8))),
+    (128, Tile(128, 0, (128, 2, 8), (128, 2, 8))),
+    (1 << 31, Tile(128, 32, (128, 2, 8), (128, 3, 8))),
 )
 GROUP = 128  # input columns whose four scale bytes are one word; an iteration of the product
 
@@ -269,14 +281,10 @@ def _combine(p_rows, p_ids, p_weights, p_out, first, D, E: tl.constexpr, TOP_K: 
     tl.store(p_out + t * D + o_d, total, mask=o_d < D)
 
 
-def tile_for(pairs: int, experts: int) -> tuple[int, int, int, int, int]:
-    """(BN, MORE, block_rows, stages, warps) for `pairs` spread over `experts`: columns for what most experts get, so that few are padding."""
+def tile_for(pairs: int, experts: int) -> Tile:
+    """For `pairs` spread over `experts`: as many columns as most experts get, so that few are padding."""
     mean = pairs / max(experts, 1)
-    most = mean + 2 * mean**0.5
-    for limit, tile in TILES:
-        if most <= limit:
-            return tile
-    return TILES[-1][1]
+    return next(tile for limit, tile in TILES if mean + 2 * mean**0.5 <= limit)
 
 
 def launch(
@@ -289,7 +297,7 @@ def launch(
     num_experts: int,
     beta: float,
     linear_beta: float | None,
-    tile: tuple[int, int, int, int, int] | None = None,
+    tile: Tile | None = None,
     ptx: bool | None = None,
 ) -> Tensor:
     """As `kernels.experts.packed_experts`, which has checked the shapes."""
@@ -301,11 +309,11 @@ def launch(
         return out
     if x.stride(1) != 1 or not ids.is_contiguous() or not weights.is_contiguous():
         raise ValueError("x needs rows without gaps, ids and weights contiguous memory")
-    bn, more, block_rows, stages, num_warps = tile or tile_for(pairs, num_experts)
-    block_rows = min(block_rows, latent & -latent, twice & -twice)  # a power of two that divides both
+    tile = tile or tile_for(pairs, num_experts)
+    width = tile.bn + tile.more
     bf16 = x.dtype == torch.bfloat16
     ptx = bf16 and x.is_cuda and torch.version.hip is None if ptx is None else ptx
-    tiles = pairs // (bn + more) + min(experts, pairs)
+    tiles = pairs // width + min(experts, pairs)
 
     def integers(n: int) -> Tensor:
         return torch.empty(n, dtype=torch.int32, device=x.device)
@@ -314,7 +322,7 @@ def launch(
     begins, ranks, order, tile_expert, tile_begin = integers(experts), integers(pairs), integers(pairs), integers(tiles), integers(tiles)
     grid = (triton.cdiv(pairs, 256),)
     _rank[grid](ids, counts, ranks, pairs, first_expert, E=experts, B=256)
-    _tile[(1,)](counts, begins, tile_expert, tile_begin, tiles, E=experts, EP=triton.next_power_of_2(experts), BN=bn + more)
+    _tile[(1,)](counts, begins, tile_expert, tile_begin, tiles, E=experts, EP=triton.next_power_of_2(experts), BN=width)
     _place[grid](ids, begins, ranks, order, pairs, first_expert, E=experts, B=256)
     hidden = torch.empty(pairs, twice // 2, dtype=x.dtype, device=x.device)
     rows = torch.empty(pairs, latent, dtype=x.dtype, device=x.device)
@@ -322,21 +330,33 @@ def launch(
     options = {
         "TOP_K": top_k,
         "LIMITED": linear_beta is not None,
-        "BM": block_rows,
-        "BN": bn,
-        "MORE": more,
-        "STAGES": stages,
+        "BN": tile.bn,
+        "MORE": tile.more,
         "PTX": ptx,
         "PRECISION": None if bf16 else "ieee",
-        "num_warps": num_warps,
     }
     situ = (beta, linear_beta or 1.0)
-    _experts[(twice // block_rows, tiles)](
-        x, w13.codes, w13.scales, *plan, hidden, x.stride(0), *situ, K=latent, OUT=twice, GATED=True, **options
-    )
-    _experts[(latent // block_rows, tiles)](
-        hidden, w2.codes, w2.scales, *plan, rows, twice // 2, *situ, K=twice // 2, OUT=latent, GATED=False, **options
-    )
+    for gated, source, weight, inner, outer, target, (rows_of, stages, warps) in (
+        (True, x, w13, latent, twice, hidden, tile.w13),
+        (False, hidden, w2, twice // 2, latent, rows, tile.w2),
+    ):
+        bm = min(rows_of, outer & -outer)  # a power of two that divides the rows
+        _experts[(outer // bm, tiles)](
+            source,
+            weight.codes,
+            weight.scales,
+            *plan,
+            target,
+            source.stride(0),
+            *situ,
+            K=inner,
+            OUT=outer,
+            GATED=gated,
+            BM=bm,
+            STAGES=stages,
+            num_warps=warps,
+            **options,
+        )
     block = min(1024, triton.next_power_of_2(latent))
     _combine[(tokens, triton.cdiv(latent, block))](
         rows, ids, weights, out, first_expert, latent, E=experts, TOP_K=top_k, B=block, num_warps=4

@@ -1,7 +1,7 @@
 """The short convolution of whole prompts in Triton. As `kernels.short_conv.short_conv`, but y is in x's dtype.
 
-A program does BT tokens of one sequence for BC channels; the tokens before its first come from x or, at a sequence's start, from the
-state. The states are written by a second launch, after every read.
+A program does BT tokens of one sequence for BC channels, one after the other, so that each input is read once; those before its first
+come from x or, at a sequence's start, from the state. The states are written by a second launch, after every read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ def _short_conv(
     C,
     stride_x,
     stride_slot,
-    W: tl.constexpr,
     NP: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
@@ -50,15 +49,25 @@ def _short_conv(
     before = tl.max(tl.where(o_n < i_n, upto, 0))
     begin = tl.sum(tl.where(o_n == i_n, starts, 0))
     end = tl.sum(tl.where(o_n == i_n, ends, 0))
-    t = begin + (i - before) * BT + tl.arange(0, BT)[:, None]
+    t = begin + (i - before) * BT
     c = (tl.program_id(0) * BC + tl.arange(0, BC))[None, :]
-    m = (t < end) & (c < C)
+    m_c = c < C
+    row = tl.zeros((1, BC), tl.int32)
     read = tl.load(p_read + i_n).to(tl.int64)
-    y = tl.zeros((BT, BC), tl.float32)
-    for n in tl.static_range(W):
-        tap = tl.load(p_weight + c * W + n, mask=c < C, other=0.0).to(tl.float32)
-        y += tap * _input(p_x, p_state, t - (W - 1) + n, begin, read, c, m, stride_x, stride_slot, C, W)
-    tl.store(p_y + t.to(tl.int64) * C + c, (y * tl.sigmoid(y)).to(p_y.dtype.element_ty), mask=m)
+    w0 = tl.load(p_weight + c * 4, mask=m_c, other=0.0).to(tl.float32)
+    w1 = tl.load(p_weight + c * 4 + 1, mask=m_c, other=0.0).to(tl.float32)
+    w2 = tl.load(p_weight + c * 4 + 2, mask=m_c, other=0.0).to(tl.float32)
+    w3 = tl.load(p_weight + c * 4 + 3, mask=m_c, other=0.0).to(tl.float32)
+    x0 = _input(p_x, p_state, row + t - 3, begin, read, c, m_c, stride_x, stride_slot, C, 4)
+    x1 = _input(p_x, p_state, row + t - 2, begin, read, c, m_c, stride_x, stride_slot, C, 4)
+    x2 = _input(p_x, p_state, row + t - 1, begin, read, c, m_c, stride_x, stride_slot, C, 4)
+    for j in tl.static_range(BT):
+        m = m_c & (row + t + j < end)
+        at = (t + j).to(tl.int64)
+        x3 = tl.load(p_x + at * stride_x + c, mask=m, other=0.0).to(tl.float32)
+        y = w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
+        tl.store(p_y + at * C + c, (y * tl.sigmoid(y)).to(p_y.dtype.element_ty), mask=m)
+        x0, x1, x2 = x1, x2, x3
 
 
 @triton.jit
@@ -83,7 +92,7 @@ def short_conv(
     read_slots: Tensor,
     write_slots: Tensor,
     cu_seqlens: Tensor,
-    block: tuple[int, int] = (16, 256),
+    block: tuple[int, int] = (16, 1024),
     num_warps: int = 4,
 ) -> Tensor:
     """x [T, C] (any row stride), weight [C, 1, W], state [slots, W - 1, C] updated in place -> y [T, C] in x's dtype.
@@ -96,6 +105,8 @@ def short_conv(
     check_shape("read_slots", read_slots, sequences)
     check_shape("write_slots", write_slots, sequences)
     check_device(x, weight=weight, state=state, read_slots=read_slots, write_slots=write_slots, cu_seqlens=cu_seqlens)
+    if width != 4:
+        raise ValueError(f"weight: {width} taps, expected 4")
     if x.stride(1) != 1 or not state[0].is_contiguous():
         raise ValueError("x needs rows without gaps, state contiguous slots")
     y = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
@@ -113,7 +124,6 @@ def short_conv(
         y,
         sequences,
         *sizes,
-        W=width,
         NP=triton.next_power_of_2(sequences),
         BT=bt,
         BC=bc,

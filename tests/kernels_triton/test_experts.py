@@ -51,13 +51,17 @@ def exact(args: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize(("tokens", "top_k", "total", "local"), [(5, 2, 4, 4), (19, 3, 6, 4), (1, 1, 3, 2)])
 def test_equals_reference(generator: torch.Generator, tokens: int, top_k: int, total: int, local: int) -> None:
+    from kernels.moe_triton import Tile
+
     args = inputs(generator, tokens, top_k, total, local, width=128, inner=128, dtype=torch.float32)
-    assert relative_error(run(args, total, tile=(16, 16 if tokens > 16 else 0, 128, 2, 4)), exact(args)) < 4e-6
+    assert relative_error(run(args, total, tile=Tile(16, 16 if tokens > 16 else 0, (128, 2, 4), (128, 2, 4))), exact(args)) < 4e-6
 
 
 def test_without_a_limit_and_with_more_pairs_than_a_tile(generator: torch.Generator) -> None:
+    from kernels.moe_triton import Tile
+
     args = {**inputs(generator, 21, 2, 3, 3, width=128, inner=128, dtype=torch.float32), "linear_beta": None}
-    assert relative_error(run(args, 3, tile=(16, 0, 64, 2, 4)), exact(args)) < 4e-6
+    assert relative_error(run(args, 3, tile=Tile(16, 0, (64, 2, 4), (128, 2, 4))), exact(args)) < 4e-6
 
 
 def test_nobody_chose_a_local_expert(generator: torch.Generator) -> None:
