@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     # A small pool, so that 32 streams must preempt one another.
-    with served(tp=2, page_size=16, num_pages=80, num_slots=24, max_running=16, max_model_len=1024, max_queued=64) as running:
+    with served(tp=2, page_size=16, num_pages=40, num_slots=24, max_running=16, max_model_len=512, max_queued=64) as running:
         yield running
 
 
@@ -75,8 +75,8 @@ def test_seeded_sampling_repeats_and_choices_differ(server: Server) -> None:
 
 async def test_32_streams_of_mixed_lengths_are_as_alone(server: Server) -> None:
     rng = random.Random(5)
-    prompts = [[rng.randrange(700) for _ in range(rng.choice((1, 15, 16, 17, 40, 90)))] for _ in range(32)]
-    budgets = [rng.choice((4, 20, 48)) for _ in prompts]
+    prompts = [[rng.randrange(700) for _ in range(rng.choice((1, 15, 16, 17, 40, 64)))] for _ in range(32)]
+    budgets = [rng.choice((4, 12, 32)) for _ in prompts]
     before = server.metrics()
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=180) as client:
 
@@ -108,21 +108,25 @@ async def test_500_disconnects_leave_nothing_behind(server: Server) -> None:
         gate = asyncio.Semaphore(24)
 
         async def leave(i: int) -> None:
+            """Streams are left after some frames, whole answers after some time: before, in and behind the queue."""
             prompt = [rng.randrange(700) for _ in range(rng.randrange(1, 60))]
             body = {"prompt": prompt, "max_tokens": 400, "stream": bool(i % 2), "ignore_eos": True}
+            frames = rng.randrange(4) if i % 2 else 10**6
             async with gate:
                 try:
-                    async with asyncio.timeout(rng.uniform(0.0, 0.4)):
+                    async with asyncio.timeout(60 if i % 2 else rng.uniform(0.0, 0.4)):
                         async with client.stream("POST", "/v1/completions", json=body) as response:
-                            async for _ in response.aiter_bytes():
-                                pass
+                            async for _ in response.aiter_lines():
+                                frames -= 1
+                                if frames < 0:
+                                    return
                 except TimeoutError:
                     pass
 
         await asyncio.gather(*(leave(i) for i in range(500)))
     after = idle(server)
     cancelled = 'k3_finished_total{reason="cancelled"}'
-    assert after[cancelled] - before.get(cancelled, 0) >= 100, "too few of the 500 reached the engine for this to say anything"
+    assert after[cancelled] - before.get(cancelled, 0) >= 200, "too few of the 500 reached the engine for this to say anything"
     answer = server.post("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True})
     assert answer.json()["usage"]["completion_tokens"] == 4
 
@@ -131,14 +135,14 @@ def test_a_disconnect_cancels_within_a_step_or_two(server: Server) -> None:
     """Non-streaming too: the client hangs up and the engine stops long before the budget."""
     before = idle(server)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}/v1/completions", json={"prompt": [9, 9], "max_tokens": 900, "ignore_eos": True}, timeout=1.0)
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": [9, 9], "max_tokens": 480, "ignore_eos": True}, timeout=1.0)
     after = idle(server)
-    assert after["k3_tokens_generated_total"] - before["k3_tokens_generated_total"] < 600
+    assert after["k3_tokens_generated_total"] - before["k3_tokens_generated_total"] < 300
 
 
 async def test_a_full_queue_answers_429_with_retry_after(server: Server) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=180, limits=httpx.Limits(max_connections=200)) as client:
-        body = {"prompt": list(range(1, 30)), "max_tokens": 40, "ignore_eos": True}
+        body = {"prompt": list(range(1, 30)), "max_tokens": 4, "ignore_eos": True}
         answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(120)))
     codes = [a.status_code for a in answers]
     assert set(codes) == {200, 429}, set(codes)
