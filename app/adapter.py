@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from app.openai import MAX_CHOICES, ChatRequest, CompletionRequest, Sampled, TokenizeRequest
+from app.past import Past, Turned, continued, kept_ends, rendering_of, split
 from chat.grammar import constraint_for
-from chat.history import HistoryPolicy, Verdict, apply_policy
+from chat.history import HistoryPolicy, HistoryState, Verdict, apply_policy, judge
 from chat.options import read_options
 from chat.render import render
 from chat.tokenizer import Tokenizer
 from chat.tools import read_tool_choice, read_tools
-from chat.types import Conversation, Prompt
+from chat.types import ChatError, Conversation, Prompt
 from chat.validate import validate
 from engine.errors import ContextExceeded, InvalidRequest, Unsupported
 from engine.types import GenerateRequest, SamplingParams
@@ -58,6 +59,26 @@ class Caller:
 
     request_id: str
     tenant: str = ""
+    session: str | None = None
+    history: HistoryPolicy | None = None  # instead of the operator's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuing:
+    """What of a session a request goes on from."""
+
+    past: Past
+    append: bool = False  # the request carries only what is new
+    lead: int = 0  # messages at the request's front that are not part of the session's
+
+    def blame(self, error: ChatError) -> ChatError:
+        """The same error with the index of the message in the request."""
+        head, bracket, rest = (error.param or "").partition("messages[")
+        index, _, inside = rest.partition("]")
+        if not self.append or head or not bracket or not index.isdecimal() or int(index) < self.lead:
+            return error
+        place = int(index) - len(self.past.messages)
+        return ChatError(str(error), f"messages[{place}]{inside}" if place >= self.lead else "session_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +90,8 @@ class ChatJob:
     tools: bool  # calls are shown; otherwise swallowed
     stops: tuple[str, ...]
     history: Verdict | None  # on the reasoning of the turns that the client sent back; None = not thinking, so none is rendered
+    repaired: bool = False  # the reasoning that the verdict misses was put back
+    turned: Turned | None = None  # for the session
 
     @property
     def thinking(self) -> bool:
@@ -107,16 +130,29 @@ def conversation(request: ChatRequest | TokenizeRequest) -> Conversation:
     return asked
 
 
-def chat_job(request: ChatRequest, caller: Caller, model: ServedModel, limits: Limits, tokenizer: Tokenizer | None) -> ChatJob:
+def chat_job(
+    request: ChatRequest,
+    caller: Caller,
+    model: ServedModel,
+    limits: Limits,
+    tokenizer: Tokenizer | None,
+    continuing: Continuing | None = None,
+) -> ChatJob:
     """Raises ChatError, InvalidRequest, ContextExceeded, Unsupported."""
     if tokenizer is None:
         raise no_tokenizer("chat")
-    asked = conversation(request)
+    asked = conversation(request if continuing is None or not continuing.append else _appended(request, continuing))
+    own = continuing.past.replies if continuing is not None else ()
     verdict: Verdict | None = None
+    repaired = False
     if asked.thinking:
-        messages, verdict = apply_policy(limits.history, asked.messages)
+        messages, verdict = apply_policy(caller.history or limits.history, asked.messages, own)
+        repaired = messages is not asked.messages and judge(messages, own).state is HistoryState.COMPLETE
         asked = replace(asked, messages=messages)
     prompt = render(asked, tokenizer)
+    turned: Turned | None = None
+    if continuing is not None:
+        prompt, turned = _on_session(prompt, asked, continuing, tokenizer)
     stops = _stops(request, limits)
     tools = read_tools(asked)
     top = (request.top_logprobs or 0) if request.logprobs else None
@@ -130,6 +166,7 @@ def chat_job(request: ChatRequest, caller: Caller, model: ServedModel, limits: L
         max_tokens=_budget(request.budget or limits.default_max_tokens, len(prompt.ids), model, "messages"),
         stop_token_ids=_stop_ids(request, model),
         tenant=caller.tenant,
+        session=caller.session,
         priority=request.priority or 0,
         boundaries=prompt.boundaries,
         constraint=None if constraint is None else constraint.to_json(),
@@ -139,14 +176,48 @@ def chat_job(request: ChatRequest, caller: Caller, model: ServedModel, limits: L
         requests=_choices(first, request.n or 1),
         tools=bool(tools) and read_tool_choice(request.tool_choice, tools).mode != "none",
         history=verdict,
+        repaired=repaired,
+        turned=turned,
         stops=stops,
     )
 
 
+def _appended(request: ChatRequest, continuing: Continuing) -> ChatRequest:
+    """Instructions, the session's messages, the new ones."""
+    sent, lead = request.messages, continuing.lead
+    return request.model_copy(update={"messages": [*sent[:lead], *continuing.past.messages, *sent[lead:]]})
+
+
+def _on_session(prompt: Prompt, asked: Conversation, continuing: Continuing, tokenizer: Tokenizer) -> tuple[Prompt, Turned]:
+    """The prompt with the session's own tokens as far as the conversation is the session's, and what the turn will leave behind."""
+    past, lead = continuing.past, continuing.lead
+    rendering = rendering_of(asked, lead)
+    shared = past.shared(asked.messages[lead:])
+    end = past.resume(shared, rendering)
+    if end is not None:
+        prompt = continued(prompt, lead + end.messages, past.tokens(end.tokens))
+    head, opening = split(prompt, tokenizer)
+    turned = Turned(
+        past=past,
+        messages=asked.messages[lead:],
+        head=head,
+        opening=opening,
+        ends=kept_ends(past, shared, end),
+        rendering=rendering,
+        thinking=asked.thinking,
+    )
+    return prompt, turned
+
+
 def completion_job(
-    request: CompletionRequest, caller: Caller, model: ServedModel, limits: Limits, tokenizer: Tokenizer | None
+    request: CompletionRequest,
+    caller: Caller,
+    model: ServedModel,
+    limits: Limits,
+    tokenizer: Tokenizer | None,
+    begun: tuple[int, ...] = (),
 ) -> CompletionJob:
-    """Raises InvalidRequest, ContextExceeded, Unsupported."""
+    """`begun`: tokens that the prompt goes on from. Raises InvalidRequest, ContextExceeded, Unsupported."""
     n = request.n or 1
     stops = _stops(request, limits)
     if stops and tokenizer is None:
@@ -154,7 +225,7 @@ def completion_job(
     if request.suffix:
         raise Unsupported("suffix: this model completes at the end of a text only", "suffix")
     prompts = tuple(
-        _prompt_ids(prompt, "prompt" if len(request.prompts) == 1 else f"prompt[{i}]", model, tokenizer)
+        begun + _prompt_ids(prompt, "prompt" if len(request.prompts) == 1 else f"prompt[{i}]", model, tokenizer)
         for i, prompt in enumerate(request.prompts)
     )
     if len(prompts) * n > MAX_CHOICES:
@@ -171,6 +242,7 @@ def completion_job(
             max_tokens=_budget(request.max_tokens or DEFAULT_COMPLETION_TOKENS, len(prompt), model, "prompt"),
             stop_token_ids=_stop_ids(request, model),
             tenant=caller.tenant,
+            session=caller.session,
             priority=request.priority or 0,
         )
         requests += _choices(first, n)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from app.openai import INT64, ChatRequest, Wire
+from app.openai import INT64, ChatRequest, SessionMode, Wire
 from chat.types import ChatError
 
 ATTRIBUTION = "x-anthropic-billing-header"
@@ -44,14 +44,18 @@ class MessagesRequest(Wire):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    session_id: str | None = None
+    session_mode: SessionMode | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """A request of another dialect as a chat request. `origins[i]` is where the client wrote what became `messages[i]`."""
+    """A request of another dialect as a chat request. `origins[i]` is where the client wrote what became `messages[i]`; the first `lead`
+    of them are instructions for this request alone, which a session does not keep."""
 
     request: ChatRequest
     origins: tuple[str, ...]
+    lead: int = 0
 
     def blame(self, error: ChatError) -> ChatError:
         """The same error with its path as the client knows it: the message it sits in, since the inside was spelled differently."""
@@ -95,6 +99,8 @@ def translate(request: MessagesRequest) -> Translation:
                 "thinking": _thinking(request.thinking),
                 "reasoning_effort": config.get("effort"),
                 "response_format": _format(config.get("format")),
+                "session_id": request.session_id,
+                "session_mode": request.session_mode,
             }
         ),
         tuple(origins),

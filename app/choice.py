@@ -12,7 +12,7 @@ from chat.parse import OutputParser
 from chat.tokenizer import IncrementalDecoder, Tokenizer
 from chat.types import ChatDelta, ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 from engine.errors import EngineFailure
-from engine.types import FinishReason, TokenChunk, TokenLogprob
+from engine.types import FinishReason, TokenChunk, TokenLogprob, Usage
 
 Reason = Literal["stop", "length", "tool_calls"]
 
@@ -49,6 +49,8 @@ class Update:
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     cached_tokens: int | None = None  # None = the engine has not said yet
+    resume_source: str | None = None
+    miss_reason: str | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     finish: Finish | None = None
 
@@ -68,7 +70,7 @@ class _Tokens:
         self.count = 0
         self.ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
-        self.cached: int | None = None
+        self.usage: Usage | None = None
 
     def add(self, token_id: int, logprob: TokenLogprob | None) -> None:
         self.count += 1
@@ -214,13 +216,16 @@ def _check(finish: FinishReason) -> FinishReason:
 
 def _update(tokens: _Tokens, chunk: TokenChunk, pieces: list[Piece], finish: Finish | None, reasoning: int = 0) -> Update:
     if chunk.usage is not None:
-        tokens.cached = chunk.usage.cached_tokens
+        tokens.usage = chunk.usage
+    said = tokens.usage
     return Update(
         choice=tokens.index,
         pieces=tuple(pieces),
         completion_tokens=tokens.count,
         reasoning_tokens=reasoning,
-        cached_tokens=tokens.cached,
+        cached_tokens=None if said is None else said.cached_tokens,
+        resume_source=None if said is None else said.resume_source,
+        miss_reason=None if said is None else said.miss_reason,
         prompt_logprobs=chunk.prompt_logprobs,
         finish=finish,
     )

@@ -94,8 +94,9 @@ class ServiceConfig(BaseModel):
     max_body_bytes: ByteSize = Field(ByteSize(8 * 2**20), gt=0, description="larger request bodies get 413 unread")
     max_stop_sequences: PositiveInt = Field(5, description="entries of `stop`, as the hosted API has it")
     max_stop_bytes: PositiveInt = Field(32, description="UTF-8 bytes of one entry of `stop`, as the hosted API has it")
-    thinking_history: Literal["accept", "reject"] = Field(
-        "accept", description="a history whose reasoning is missing: render it with empty reasoning and say so, or refuse it"
+    thinking_history: Literal["accept", "repair", "reject"] = Field(
+        "accept",
+        description="a history whose reasoning is missing: render it empty and say so, put the session's own back, or refuse it",
     )
     prices: Annotated[dict[str, Price], BeforeValidator(_mapping)] = Field(
         default_factory=lambda: dict(LIST_PRICES), description="USD per million tokens, by model name or the longest part of it"

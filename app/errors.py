@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from chat.types import ChatError
-from engine.errors import EngineFailure, InvalidRequest, K3Error, QueueFull
+from engine.errors import EngineFailure, InvalidRequest, K3Error, QueueFull, SessionBusy, UnknownSession
 
 logger = logging.getLogger("ray.serve")
 
@@ -58,6 +58,7 @@ ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
+    409: "conflict_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
@@ -80,6 +81,10 @@ def describe(error: BaseException) -> Failure:
             return Failure(400, "invalid_request_error", message, error.param)
         case ValidationError():
             return _invalid_fields(error)
+        case UnknownSession():
+            return Failure(404, "invalid_request_error", str(error), "session_id", "session_not_found")
+        case SessionBusy():
+            return Failure(409, "conflict_error", str(error), "session_id", "session_busy")
         case QueueFull():
             return Failure(
                 429, "rate_limit_error", str(error), code="queue_full", headers={"retry-after": str(max(1, math.ceil(error.retry_after)))}

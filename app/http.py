@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.answer import Answer, Stream
 from app.errors import BodyTooLarge, Failure, describe
-from app.service import Answer, Stream
 from engine.errors import InvalidRequest
 
 REQUEST_ID = "x-request-id"

@@ -18,12 +18,13 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from app.adapter import Caller
+from app.answer import Stream
 from app.auth import ApiKeys
 from app.config import ServiceConfig
 from app.health import Health
 from app.resolve import Served
 from app.routes import build_api
-from app.service import Service, Stream
+from app.service import Service
 from chat.tokenizer import Tokenizer
 from deployments.client import RoutedEngineClient
 from engine.errors import InvalidRequest

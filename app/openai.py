@@ -7,7 +7,7 @@ Sampling extras (top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, r
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
@@ -45,6 +45,7 @@ def _name_or_mapping(value: Any) -> Any:
 
 
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+SessionMode = Literal["full", "append"]  # what a session's request carries: the whole conversation, or only what is new
 TokenId = Annotated[int, Field(ge=0)]
 Stop = Annotated[Any, AfterValidator(_strings)]
 PromptInput = Annotated[Any, AfterValidator(_prompt)]
@@ -84,6 +85,8 @@ class Sampled(Wire):
     return_token_ids: bool | None = None
     priority: int | None = Field(None, ge=-INT64, lt=INT64)
     user: str | None = None
+    session_id: str | None = None
+    session_mode: SessionMode | None = None
 
     @field_validator("logit_bias")
     @classmethod

@@ -1,22 +1,26 @@
 """The Responses dialect: /v1/responses as OpenAI's newer clients send it, translated into a `ChatRequest`.
 
-Input items of one assistant turn (reasoning, message, function calls) become one assistant message; their texts are not touched. What
-needs a server-side memory (`previous_response_id`, `conversation`, item references) is refused here: it belongs to sessions.
+Input items of one assistant turn (reasoning, message, function calls) become one assistant message; their texts are not touched.
+`conversation` is a session's name. A stored response is a turn of a session, too, and its id tells which, so that
+`previous_response_id` goes on from there. Instructions are for one request: a session does not keep them.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import secrets
+import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
 from app.anthropic import Translation
-from app.openai import INT64, MAX_TOP_LOGPROBS, ChatRequest, ToolChoice, Wire
+from app.openai import INT64, MAX_TOP_LOGPROBS, ChatRequest, SessionMode, ToolChoice, Wire
+from app.turn import checked_name
 from chat.types import ChatError
-from engine.errors import Unsupported
+from engine.errors import InvalidRequest, UnknownSession, Unsupported
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -49,8 +53,11 @@ class ResponsesRequest(Wire):
     metadata: dict[str, Any] | None = None
     previous_response_id: str | None = None
     conversation: Any = None
+    store: bool | None = None
     background: bool | None = None
     prompt: Any = None
+    session_id: str | None = None
+    session_mode: SessionMode | None = None
 
     @property
     def logprobs(self) -> bool:
@@ -63,9 +70,8 @@ class ResponsesRequest(Wire):
 
 def translate(request: ResponsesRequest) -> Translation:
     """Raises ChatError or Unsupported with the path of what has no meaning here."""
-    for name in ("previous_response_id", "conversation", "prompt"):
-        if getattr(request, name) is not None:
-            raise Unsupported(f"{name}: this server keeps no responses; send the whole input with each request", name)
+    if request.prompt is not None:
+        raise Unsupported("prompt: this server keeps no prompts; send the whole input", "prompt")
     if request.background:
         raise Unsupported("background: responses are answered while you wait", "background")
     turns = _Turns()
@@ -95,7 +101,33 @@ def translate(request: ResponsesRequest) -> Translation:
             }
         ),
         tuple(turns.origins),
+        lead=1 if request.instructions else 0,
     )
+
+
+def conversation_name(conversation: Any) -> str | None:
+    """`conversation`: a name, or an object with it as `id`. Raises InvalidRequest."""
+    name = conversation.get("id") if isinstance(conversation, Mapping) else conversation
+    if name is not None and not isinstance(name, str):
+        raise InvalidRequest("expected a conversation's id, or an object with its id", "conversation")
+    return None if name is None else checked_name(name, "conversation")
+
+
+def response_id(session: str) -> str:
+    """A new id of a turn of the session."""
+    return f"resp_{base64.urlsafe_b64encode(session.encode()).decode().rstrip('=')}_{int(time.time()):08x}{secrets.token_hex(4)}"
+
+
+def session_of(response: str) -> str:
+    """The session that a response is a turn of. Raises UnknownSession for what is no such id."""
+    sealed = response.removeprefix("resp_").rpartition("_")[0]
+    try:
+        name = base64.b64decode(sealed + "=" * (-len(sealed) % 4), b"-_", validate=True).decode()
+    except (binascii.Error, ValueError):
+        name = ""
+    if not name or not response.startswith("resp_"):
+        raise UnknownSession(f"there is no response {response[:80]!r}")
+    return name
 
 
 class _Turns:

@@ -26,8 +26,21 @@ class ResponseWriter:
 
     ping_every_s: float | None = None
 
-    def __init__(self, head: Head, asked: ResponsesRequest, request: ChatRequest, tokenizer: Tokenizer, meter: Meter, bill: Bill) -> None:
+    def __init__(
+        self,
+        head: Head,
+        asked: ResponsesRequest,
+        request: ChatRequest,
+        tokenizer: Tokenizer,
+        meter: Meter,
+        bill: Bill,
+        *,
+        stored: bool,
+        conversation: str | None,
+    ) -> None:
         self._head = head
+        self._stored = stored
+        self._conversation = conversation
         self._asked = asked
         self._effort = request.reasoning_effort
         self._tokenizer = tokenizer
@@ -152,6 +165,7 @@ class ResponseWriter:
             "created_at": self._head.created,
             "status": status,
             "background": False,
+            "conversation": {"id": self._conversation} if self._conversation else None,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": asked.instructions,
@@ -160,9 +174,9 @@ class ResponseWriter:
             "model": self._head.model,
             "output": [item for item in self._output if self._whole(item)],
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": asked.previous_response_id,
             "reasoning": {"effort": self._effort, "summary": None},
-            "store": False,
+            "store": self._stored,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "text": asked.text or {"format": {"type": "text"}},
             "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,

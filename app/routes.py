@@ -10,10 +10,13 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from app.adapter import Caller
+from app.answer import Answer, Stream
 from app.auth import ApiKeys
 from app.errors import Failure, anthropic_error, describe, openai_error
 from app.http import Dialect, Reply, RequestIds, read_json
-from app.service import Answer, Service, Stream
+from app.service import Service
+from chat.history import HistoryPolicy
+from engine.errors import InvalidRequest
 
 Ask = Callable[[Service, dict[str, Any], Caller], Awaitable[Answer | Stream]]
 Hook = Callable[[], Awaitable[Response]]
@@ -55,7 +58,7 @@ def build_api(
     def post(path: str, ask: Ask, dialect: Dialect = OPENAI) -> None:
         async def route(request: Request) -> Response:
             try:
-                caller = Caller(request_id=request.scope["request_id"], tenant=known.tenant(request.headers))
+                caller = _caller(request, known.tenant(request.headers))
                 body = await read_json(request, max_body_bytes)
             except Exception as error:
                 return _error(error, dialect)
@@ -88,6 +91,19 @@ def build_api(
     api.add_exception_handler(HTTPException, _refused)
     api.add_exception_handler(Exception, _refused)
     return api
+
+
+def _caller(request: Request, tenant: str) -> Caller:
+    """Raises InvalidRequest for a policy that is none."""
+    policy = request.headers.get("x-thinking-history")
+    if policy is not None and policy not in list(HistoryPolicy):
+        raise InvalidRequest(f"the header x-thinking-history is one of {', '.join(HistoryPolicy)}", "x-thinking-history")
+    return Caller(
+        request_id=request.scope["request_id"],
+        tenant=tenant,
+        session=request.headers.get("x-session-id"),
+        history=None if policy is None else HistoryPolicy(policy),
+    )
 
 
 async def _refused(request: Request, error: Exception) -> Response:

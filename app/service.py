@@ -5,28 +5,32 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from app import anthropic, responses
-from app.adapter import Caller, ChatJob, Limits, ServedModel, chat_job, completion_job, conversation, no_tokenizer
+from app.adapter import Caller, ChatJob, Continuing, Limits, ServedModel, chat_job, completion_job, conversation, no_tokenizer
+from app.answer import Answer, Stream, Writer, start_stream
 from app.anthropic import MessagesRequest, Translation
 from app.anthropic_stream import MessageWriter, message_body
-from app.choice import ChatChoice, TextChoice, Update
+from app.choice import ChatChoice, TextChoice
 from app.config import ServiceConfig
 from app.errors import UnknownModel
 from app.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from app.openai_chat import ChatWriter, Head, chat_body
 from app.openai_text import CompletionWriter
+from app.past import Outcome, Past, common, outcome, raw_outcome
 from app.pricing import Price, price_for
-from app.responses import ResponsesRequest
+from app.responses import ResponsesRequest, response_id
 from app.responses_stream import ResponseWriter
+from app.session_turns import Begun, SessionTurns
 from app.transcript import Transcript, read
+from app.turn import Recorder, Sessions
 from app.updates import Updates
 from app.usage import Bill, Meter
-from chat.history import HistoryPolicy
+from chat.history import HistoryPolicy, Verdict
 from chat.render import render
 from chat.tokenizer import Tokenizer
 from chat.types import ChatError
@@ -35,46 +39,8 @@ from engine.errors import InvalidRequest
 
 T = TypeVar("T")
 
-# A stream's status and usage headers wait for the engine's first word, so that a refusal is an ordinary error response. When the first
-# word takes longer than this (a long prefill), the response begins without it.
-FIRST_WORD_S = 10.0
 # Prompts longer than this are rendered beside the event loop, which meanwhile goes on with everybody else's tokens.
 LONG_CHARS = 20_000
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A whole response."""
-
-    body: dict[str, Any]
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """Frames that leave together come together. Close it, also when it was never read: that cancels the generation."""
-
-    frames: AsyncGenerator[list[dict[str, Any]], None]
-    headers: Mapping[str, str]
-    updates: Updates
-
-    async def aclose(self) -> None:
-        await self.frames.aclose()
-        await self.updates.aclose()
-
-
-class Writer(Protocol):
-    """A dialect's stream: what it says first, for each update, when nothing came for `ping_every_s` (None = nothing then), and last."""
-
-    ping_every_s: float | None
-
-    def begin(self) -> list[dict[str, Any]]: ...
-
-    def frames(self, update: Update) -> list[dict[str, Any]]: ...
-
-    def ping(self) -> list[dict[str, Any]]: ...
-
-    def end(self) -> list[dict[str, Any]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +67,10 @@ class Service:
         model: ServedModel,
         limits: Limits | None = None,
         prices: Mapping[str, Price] | None = None,
+        sessions: Sessions | None = None,
     ) -> None:
         self._engine = engine
+        self._turns = SessionTurns(sessions)
         self._tokenizer = tokenizer
         self._model = model
         self._limits = limits or Limits()
@@ -119,6 +87,7 @@ class Service:
         max_model_len: int,
         vocab_size: int,
         stop_ids: Sequence[int],
+        sessions: Sessions | None = None,
     ) -> Service:
         return cls(
             engine=engine,
@@ -137,15 +106,18 @@ class Service:
                 history=HistoryPolicy(config.thinking_history),
             ),
             prices=config.prices,
+            sessions=sessions,
         )
 
     # -- OpenAI --------------------------------------------------------------------------------------------------------
 
     async def chat(self, body: Mapping[str, Any], caller: Caller) -> Answer | Stream:
         """/v1/chat/completions."""
-        run = await self.prepare(ChatRequest.model_validate(body), caller)
-        request, ids = run.request, run.job.prompt.ids
-        head = Head.new("chatcmpl", run.model)
+        request = ChatRequest.model_validate(body)
+        head = Head.new("chatcmpl", self.served(request.model))
+        begun = await self._turns.of_request(caller.tenant, caller.session, request.session_id, request.session_mode)
+        run = await self.prepare(request, caller, begun, head.id)
+        ids = run.job.prompt.ids
         if request.stream:
             return await self.stream(run, ChatWriter(head, request, ids, run.tokenizer, run.meter, run.bill))
         transcripts, sent = await self.collect(run)
@@ -156,21 +128,37 @@ class Service:
         """/v1/completions."""
         request = CompletionRequest.model_validate(body)
         model = self.served(request.model)
-        size = sum(map(len, request.prompts))
-        job = await _beside_the_loop(size, lambda: completion_job(request, caller, self._model, self._limits, self._tokenizer))
-        meter = Meter([len(prompt) for prompt in job.prompts], job.choices)
-        bill = Bill(price_for(model, self._prices))
-        writer = CompletionWriter(Head.new("cmpl", model), request, job, self._tokenizer, meter, bill)
-        skip = request.skip_special_tokens is not False
-        updates = Updates(
-            self._engine,
-            [
-                (one, TextChoice(i, self._tokenizer, stop_ids=one.stop_token_ids, stops=job.stops, skip_special_tokens=skip))
-                for i, one in enumerate(job.requests)
-            ],
-        )
+        head = Head.new("cmpl", model)
+        begun = await self._turns.of_request(caller.tenant, caller.session, request.session_id, request.session_mode, raw=True)
+        async with _abandoning(begun):
+            if begun is not None and len(request.prompts) > 1:
+                raise InvalidRequest("a session takes one prompt at a time", "prompt")
+            known = begun.past.tokens() if begun is not None else ()
+            prefix = known if begun is not None and begun.append else ()
+            asking = _of_session(caller, begun)
+            job = await _beside_the_loop(
+                sum(map(len, request.prompts)),
+                lambda: completion_job(request, asking, self._model, self._limits, self._tokenizer, prefix),
+            )
+            meter = Meter([len(prompt) for prompt in job.prompts], job.choices)
+            bill = _bill(price_for(model, self._prices), begun)
+
+            async def outcome(transcript: Transcript, past: Past) -> Outcome:
+                [prompt] = job.prompts
+                return raw_outcome((*prompt, *transcript.token_ids), past, common(known, prompt), head.id)
+
+            writer = CompletionWriter(head, request, job, self._tokenizer, meter, bill)
+            skip = request.skip_special_tokens is not False
+            updates = Updates(
+                self._engine,
+                [
+                    (one, TextChoice(i, self._tokenizer, stop_ids=one.stop_token_ids, stops=job.stops, skip_special_tokens=skip))
+                    for i, one in enumerate(job.requests)
+                ],
+                _recorder(begun, outcome, len(job.requests), meter, bill),
+            )
         if request.stream:
-            return await _stream(updates, meter, bill, writer)
+            return await start_stream(updates, meter, bill, writer)
         async with aclosing(updates):
             transcripts = await read(updates, len(job.requests), meter)
         return Answer(writer.body(transcripts), bill.headers(meter.total(), final=True))
@@ -180,8 +168,11 @@ class Service:
     async def messages(self, body: Mapping[str, Any], caller: Caller) -> Answer | Stream:
         """/v1/messages."""
         asked = MessagesRequest.model_validate(body)
-        run = await self._prepare_translated(anthropic.translate(asked), caller)
+        translation = anthropic.translate(asked)
+        self.served(asked.model)
         message_id = f"msg_{secrets.token_hex(12)}"
+        begun = await self._turns.of_request(caller.tenant, caller.session, asked.session_id, asked.session_mode)
+        run = await self._prepare_translated(translation, caller, begun, message_id)
         if asked.stream:
             return await self.stream(run, MessageWriter(message_id, run.model, run.meter, run.bill))
         [transcript], sent = await self.collect(run)
@@ -203,16 +194,25 @@ class Service:
     async def responses(self, body: Mapping[str, Any], caller: Caller) -> Answer | Stream:
         """/v1/responses."""
         asked = ResponsesRequest.model_validate(body)
-        run = await self._prepare_translated(responses.translate(asked), caller)
-        writer = ResponseWriter(Head.new("resp", run.model, "_"), asked, run.request, run.tokenizer, run.meter, run.bill)
+        translation = responses.translate(asked)
+        head = Head.new("resp", self.served(asked.model), "_")
+        begun = await self._turns.of_response(caller.tenant, caller.session, asked)
+        conversation = None
+        if begun is not None:
+            head = replace(head, id=response_id(begun.turn.session))
+            conversation = begun.turn.session if asked.conversation is not None else None
+        run = await self._prepare_translated(translation, caller, begun, head.id)
+        writer = ResponseWriter(
+            head, asked, run.request, run.tokenizer, run.meter, run.bill, stored=begun is not None, conversation=conversation
+        )
         if asked.stream:
             return await self.stream(run, writer)
         [transcript], sent = await self.collect(run)
         return Answer(writer.body(transcript), sent)
 
-    async def _prepare_translated(self, translation: Translation, caller: Caller) -> ChatRun:
+    async def _prepare_translated(self, translation: Translation, caller: Caller, begun: Begun | None, answer_id: str) -> ChatRun:
         try:
-            return await self.prepare(translation.request, caller)
+            return await self.prepare(translation.request, caller, begun, answer_id, translation.lead)
         except ChatError as error:
             raise translation.blame(error) from None
 
@@ -262,21 +262,38 @@ class Service:
             raise UnknownModel(f"the model {name[:200]!r} does not exist here; served: {', '.join(self._model.names)}")
         return name
 
-    async def prepare(self, request: ChatRequest, caller: Caller) -> ChatRun:
-        """Everything that can be refused is refused here, before the engine hears of the request."""
-        model = self.served(request.model)
-        tokenizer = self._need_tokenizer("chat")
-        job = await _beside_the_loop(_chars(request.messages), lambda: chat_job(request, caller, self._model, self._limits, tokenizer))
-        work = [
-            (
-                one,
-                ChatChoice(i, tokenizer, stop_ids=one.stop_token_ids, stops=job.stops, thinking=job.thinking, tools=job.tools),
-            )
-            for i, one in enumerate(job.requests)
-        ]
-        meter = Meter([len(job.prompt.ids)], len(job.requests))
-        bill = Bill(price_for(model, self._prices), job.history)
-        return ChatRun(request, job, model, Updates(self._engine, work), meter, bill, tokenizer)
+    async def prepare(self, request: ChatRequest, caller: Caller, begun: Begun | None, answer_id: str, lead: int = 0) -> ChatRun:
+        """Everything that can be refused is refused here, before the engine hears of the request. `lead`: see `Translation`.
+
+        The session's turn is this run's from here on, also when this raises.
+        """
+        async with _abandoning(begun):
+            model = self.served(request.model)
+            tokenizer = self._need_tokenizer("chat")
+            continuing = None if begun is None else Continuing(past=begun.past, append=begun.append, lead=lead)
+            asking = _of_session(caller, begun)
+            size = _chars(request.messages) + (len(begun.past.record.messages) if begun is not None else 0)
+            try:
+                job = await _beside_the_loop(size, lambda: chat_job(request, asking, self._model, self._limits, tokenizer, continuing))
+            except ChatError as error:
+                raise error if continuing is None else continuing.blame(error) from None
+            work = [
+                (
+                    one,
+                    ChatChoice(i, tokenizer, stop_ids=one.stop_token_ids, stops=job.stops, thinking=job.thinking, tools=job.tools),
+                )
+                for i, one in enumerate(job.requests)
+            ]
+            meter = Meter([len(job.prompt.ids)], len(job.requests))
+            bill = _bill(price_for(model, self._prices), begun, job.history, repaired=job.repaired)
+
+            async def recorded(transcript: Transcript, past: Past) -> Outcome:
+                turned = job.turned
+                assert turned is not None, "a session's request"
+                return await _beside_the_loop(size, lambda: outcome(turned, transcript, answer_id, tokenizer, thought=job.thinking))
+
+            updates = Updates(self._engine, work, _recorder(begun, recorded, len(work), meter, bill))
+            return ChatRun(request, job, model, updates, meter, bill, tokenizer)
 
     async def collect(self, run: ChatRun) -> tuple[list[Transcript], dict[str, str]]:
         """Runs to the end: a transcript a choice, and the response's headers."""
@@ -285,7 +302,7 @@ class Service:
         return transcripts, run.bill.headers(run.meter.total(), final=True)
 
     async def stream(self, run: ChatRun, writer: Writer) -> Stream:
-        return await _stream(run.updates, run.meter, run.bill, writer)
+        return await start_stream(run.updates, run.meter, run.bill, writer)
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self._tokenizer is None:
@@ -307,29 +324,33 @@ class Service:
         }
 
 
-async def _stream(updates: Updates, meter: Meter, bill: Bill, writer: Writer) -> Stream:
+@asynccontextmanager
+async def _abandoning(begun: Begun | None) -> AsyncIterator[None]:
+    """A turn whose request is refused ends at once."""
     try:
-        first = await updates.ready(FIRST_WORD_S)
+        yield
     except BaseException:
-        await updates.aclose()
+        if begun is not None:
+            await begun.turn.abandon()
         raise
-    if first is not None:
-        meter.count(first)
-    sent = bill.headers(meter.total(), final=False)
-    if not meter.admitted:
-        del sent["x-msh-usage-cached-tokens"]  # rather none than a wrong one
-    return Stream(frames_of(updates, writer), sent, updates)
 
 
-async def frames_of(updates: Updates, writer: Writer) -> AsyncGenerator[list[dict[str, Any]], None]:
-    if first := writer.begin():
-        yield first
-    every = writer.ping_every_s
-    async for update in updates if every is None else updates.with_pauses(every):
-        if frames := writer.ping() if update is None else writer.frames(update):
-            yield frames
-    if last := writer.end():
-        yield last
+def _of_session(caller: Caller, begun: Begun | None) -> Caller:
+    return replace(caller, session=begun.turn.session if begun is not None else None)
+
+
+def _bill(price: Price | None, begun: Begun | None, history: Verdict | None = None, *, repaired: bool = False) -> Bill:
+    if begun is None:
+        return Bill(price, history)
+    return Bill(price, history, repaired, begun.turn.session, begun.turn.record.cost)
+
+
+def _recorder(
+    begun: Begun | None, outcome: Callable[[Transcript, Past], Awaitable[Outcome]], choices: int, meter: Meter, bill: Bill
+) -> Recorder | None:
+    if begun is None:
+        return None
+    return Recorder(begun.turn, lambda transcript: outcome(transcript, begun.past), choices, meter, bill)
 
 
 async def _beside_the_loop(chars: int, work: Callable[[], T]) -> T:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
 from app.choice import Choice, Update
+from app.turn import Recorder
 from engine.client import EngineClient
 from engine.types import GenerateRequest
 
@@ -14,9 +15,11 @@ from engine.types import GenerateRequest
 class Updates:
     """The updates of all choices of one API request, in the order they come. Must be closed, also when it was never read."""
 
-    def __init__(self, engine: EngineClient, work: Sequence[tuple[GenerateRequest, Choice]]) -> None:
+    def __init__(self, engine: EngineClient, work: Sequence[tuple[GenerateRequest, Choice]], recorder: Recorder | None = None) -> None:
         streams = [_choice(engine, request, choice) for request, choice in work]
-        self._source = streams[0] if len(streams) == 1 else _interleaved(streams)
+        source = streams[0] if len(streams) == 1 else _interleaved(streams)
+        self._source = source if recorder is None else recorder.follow(source)
+        self._recorder = recorder
         self._next: asyncio.Future[Update | None] | None = None
 
     async def ready(self, patience_s: float) -> Update | None:
@@ -61,6 +64,8 @@ class Updates:
             if not self._next.cancelled():
                 self._next.exception()  # seen: the reader is gone and cannot be told
         await self._source.aclose()
+        if self._recorder is not None:
+            await self._recorder.close()  # a source that was never read has not closed it
 
 
 async def _anext(source: AsyncGenerator[Update, None]) -> Update | None:

@@ -19,6 +19,8 @@ class Tokens:
     cached: int = 0
     completion: int = 0
     reasoning: int = 0
+    resume_source: str | None = None  # where the skipped tokens' state came from
+    miss_reason: str | None = None  # why nothing was skipped
 
 
 class Meter:
@@ -28,12 +30,14 @@ class Meter:
         self._prompts = tuple(prompt_tokens)
         self._per_prompt = choices
         self._cached: dict[int, int] = {}
+        self._resumed: dict[int, tuple[str | None, str | None]] = {}  # by prompt: source, or why there was none
         self._generated: dict[int, tuple[int, int]] = {}
 
     def count(self, update: Update) -> None:
         self._generated[update.choice] = update.completion_tokens, update.reasoning_tokens
         if update.cached_tokens is not None:
             self._cached.setdefault(update.choice // self._per_prompt, update.cached_tokens)
+            self._resumed.setdefault(update.choice // self._per_prompt, (update.resume_source, update.miss_reason))
 
     @property
     def admitted(self) -> bool:
@@ -43,10 +47,22 @@ class Meter:
     def of_choice(self, choice: int) -> Tokens:
         prompt = choice // self._per_prompt
         completion, reasoning = self._generated.get(choice, (0, 0))
-        return Tokens(prompt=self._prompts[prompt], cached=self._cached.get(prompt, 0), completion=completion, reasoning=reasoning)
+        source, miss = self._resumed.get(prompt, (None, None))
+        return Tokens(
+            prompt=self._prompts[prompt],
+            cached=self._cached.get(prompt, 0),
+            completion=completion,
+            reasoning=reasoning,
+            resume_source=source,
+            miss_reason=miss,
+        )
 
     def total(self) -> Tokens:
+        """Where states came from is said of the first prompt."""
+        source, miss = self._resumed.get(0, (None, None))
         return Tokens(
+            resume_source=source,
+            miss_reason=miss,
             prompt=sum(self._prompts),
             cached=sum(self._cached.values()),
             completion=sum(completion for completion, _ in self._generated.values()),
@@ -60,6 +76,9 @@ class Bill:
 
     price: Price | None = None
     history: Verdict | None = None
+    repaired: bool = False  # what the verdict misses was put back from the session
+    session: str | None = None
+    spent: float = 0.0  # USD, by the session's earlier turns
 
     def cost(self, tokens: Tokens) -> float | None:
         """USD, None without a price."""
@@ -74,6 +93,14 @@ class Bill:
             extras["cost"] = amount
         if self.history is not None:
             extras["thinking_history"] = {"state": self.history.state.value, "turn": self.history.turn}
+            if self.repaired:
+                extras["thinking_history"]["repaired"] = True
+        if tokens.resume_source is not None:
+            extras["resume_source"] = tokens.resume_source
+        if tokens.miss_reason is not None:
+            extras["miss_reason"] = tokens.miss_reason
+        if self.session is not None:
+            extras["session"] = {"id": self.session, "cost": self.spent + (amount or 0.0)}
         return extras
 
     def headers(self, tokens: Tokens, *, final: bool) -> dict[str, str]:
@@ -81,9 +108,13 @@ class Bill:
         sent = {"x-msh-usage-prompt-tokens": str(tokens.prompt), "x-msh-usage-cached-tokens": str(tokens.cached)}
         if self.history is not None:
             turn = "" if self.history.turn is None else f"; turn={self.history.turn}"
-            sent["x-thinking-history"] = f"{self.history.state.value}{turn}"
+            sent["x-thinking-history"] = f"{self.history.state.value}{turn}{'; repaired' if self.repaired else ''}"
+        if self.session is not None:
+            sent["x-session-id"] = self.session
         if final and (amount := self.cost(tokens)) is not None:
             sent["x-cost"] = f"{amount:.8f}"
+            if self.session is not None:
+                sent["x-session-cost"] = f"{self.spent + amount:.8f}"
         return sent
 
 

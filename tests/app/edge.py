@@ -15,6 +15,7 @@ from app.auth import ApiKeys
 from app.pricing import LIST_PRICES
 from app.routes import build_api
 from app.service import Service
+from app.turn import Sessions
 from chat.tokenizer import Tokenizer
 from engine.types import GenerateRequest
 from tests.fakes import FakeEngineClient, Reply, toy
@@ -58,6 +59,7 @@ class Edge:
     max_body_bytes: int = 1 << 20
     limits: Limits = field(default_factory=Limits)
     aliases: tuple[str, ...] = ()
+    sessions: Sessions | None = None
 
     def __post_init__(self) -> None:
         t = tokenizer()
@@ -65,7 +67,12 @@ class Edge:
             name="kimi-k3", aliases=self.aliases, max_model_len=self.max_model_len, vocab_size=self.vocab_size, stop_ids=t.stop_ids
         )
         self.service = Service(
-            engine=self.engine, tokenizer=t if self.with_tokenizer else None, model=model, limits=self.limits, prices=LIST_PRICES
+            engine=self.engine,
+            tokenizer=t if self.with_tokenizer else None,
+            model=model,
+            limits=self.limits,
+            prices=LIST_PRICES,
+            sessions=self.sessions,
         )
         self.api = build_api(lambda: self.service, keys=ApiKeys(self.keys), max_body_bytes=self.max_body_bytes)
 

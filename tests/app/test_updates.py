@@ -7,9 +7,9 @@ from contextlib import aclosing
 
 import pytest
 
+from app.answer import frames_of
 from app.anthropic_stream import MessageWriter
 from app.choice import TextChoice
-from app.service import frames_of
 from app.updates import Updates
 from app.usage import Bill, Meter
 from engine.errors import ShardLost
