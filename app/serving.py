@@ -31,17 +31,17 @@ console = Console(stderr=True)
 
 @contextmanager
 def local_ray() -> Iterator[None]:
-    """Joins the Ray of RAY_ADDRESS or of this machine; otherwise starts one on the loopback interface. Leaves it at the end, unless it
-    was there before."""
+    """Joins the Ray of RAY_ADDRESS or of `ray start` on this machine; otherwise starts one on the loopback interface. Leaves it at the
+    end, unless it was there before."""
     if ray.is_initialized():
         yield
         return
     quiet: dict[str, Any] = {"namespace": "serve", "logging_level": logging.WARNING, "log_to_driver": False}
     with console.status("starting Ray"):
         try:
-            ray.init(address="auto", **quiet)
-        except ConnectionError:
-            ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+            ray.init(include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+        except ValueError:  # sizes are not ours to choose: there is a cluster to join
+            ray.init(**quiet)
     try:
         yield
     finally:

@@ -68,6 +68,7 @@ def test_config_lists_every_field() -> None:
     [
         (("serve", "modle=x"), "did you mean model"),
         (("serve", "model"), "expected key=value"),
+        (("serve", "tp=two"), "tp: Input should be a valid integer"),
         (("serve", "tp=2", "ep=3"), "multiple of tp=2"),
         (("serve", "model=/nowhere"), "/nowhere"),
         (("serve", f"model={GOLDEN}/k3/tiny-a/model", "tp=3"), "3"),
