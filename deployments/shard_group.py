@@ -63,6 +63,11 @@ class ShardGroup:
         Raises like `start`; may be called again then.
         """
         await self._stop_watching()
+        patience = self._spec.ping_timeout_s
+        answers = await asyncio.gather(*(_answers(patience, actor.ping) for actor in self._actors))
+        for actor, answer in zip(self._actors, answers, strict=True):
+            if not answer:
+                ray.kill(actor)  # now: whoever waits for it inside a collective goes on when its sockets close
         alive = await asyncio.gather(*(self._survives(actor) for actor in self._actors))
         self.epoch += 1
         for rank, survives in enumerate(alive):
@@ -98,13 +103,7 @@ class ShardGroup:
     async def _survives(self, actor: Any) -> bool:
         """Whether an actor answers and has left the lost group. One that hangs inside a step does not count."""
         patience = self._spec.ping_timeout_s
-        try:
-            await asyncio.wait_for(_value(actor.ping.remote()), patience)
-            await asyncio.wait_for(_value(actor.leave.remote()), patience)
-            await asyncio.wait_for(_value(actor.idle.remote()), patience + REUNION_S)
-        except (TimeoutError, ray.exceptions.RayError):
-            return False
-        return True
+        return await _answers(patience, actor.leave) and await _answers(patience + REUNION_S, actor.idle)
 
     async def _abort_all(self) -> None:
         """Unblocks whoever waits for a peer that will not come."""
@@ -229,6 +228,15 @@ async def _observed(refs: list[Any], what: str) -> list[Any]:
     finally:
         for future in futures:
             future.cancel()
+
+
+async def _answers(patience_s: float, method: Any) -> bool:
+    """Whether an actor's method returns in time."""
+    try:
+        await asyncio.wait_for(_value(method.remote()), patience_s)
+    except (TimeoutError, ray.exceptions.RayError):
+        return False
+    return True
 
 
 async def _value(ref: Any) -> Any:
