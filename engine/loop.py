@@ -300,4 +300,5 @@ class EngineLoop:
         failures: dict[str, K3Error] = {request_id: error for request_id in self._group_of}
         self._group_of.clear()
         self._idle.set()
-        self._deliver(ended, failures)
+        if ended or failures or not isinstance(error, ReplicaLost):
+            self._deliver(ended, failures)

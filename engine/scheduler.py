@@ -337,6 +337,7 @@ class Scheduler:
         self, g: Generation, reason: FinishReason, tokens: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] | None = None
     ) -> TokenChunk:
         """Ends a request wherever it is. The state of its row becomes a checkpoint when every token it consumed is known."""
+        g.status = Status.FINISHED
         if g.lease is None:
             del self._waiting[g]
         else:
@@ -348,7 +349,6 @@ class Scheduler:
                     self._retention.settle(g, taken)
             else:
                 self.cache.release(lease)
-        g.status = Status.FINISHED
         del self._open[g.request.request_id]
         self._served.leave(g.request.tenant)
         self._counters.finished[reason.value] += 1

@@ -66,6 +66,17 @@ class Driver:
         self.scheduler.check()
         return plan
 
+    def crash(self) -> None:
+        """The shards are lost with all they hold; every open request goes on in a new engine from what it generated."""
+        moved = self.scheduler.open_requests()
+        self.awaited.clear()
+        self.scheduler = Scheduler(self.config, "toy")
+        c = self.config
+        self.shards = FakeGroup(num_pages=c.num_pages, num_slots=c.num_slots, page_size=c.page_size, vocab=self.shards.vocab)
+        for r in moved:
+            if chunk := self.scheduler.add(r):
+                self.chunks[r.request_id].append(chunk)
+
     def land(self) -> None:
         for chunk in self.scheduler.apply(self.awaited.popleft()[1]):
             self.chunks[chunk.request_id].append(chunk)

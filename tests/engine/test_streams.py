@@ -6,9 +6,13 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.cache import Taken
+from engine.lineage import Lineage
+from engine.prefix import Checkpoint
+from engine.retention import Written
 from engine.types import GenerateRequest, SamplingParams
 from tests.engine.driver import Driver, config
-from tests.fake_executor import toy_stream
+from tests.fake_executor import Stored, toy_stream
 
 VOCAB = 13  # small, so that stop tokens are hit
 # Prompts that share beginnings, some of them equal.
@@ -46,7 +50,7 @@ def requests(draw: st.DrawFn, name: str) -> GenerateRequest:
 
 
 class Streams(RuleBasedStateMachine):
-    """Up to three results are awaited at once: more than the loop's two."""
+    """Up to three results are awaited at once: more than the loop's two. States are exported and imported while steps are on their way."""
 
     driver: Driver
 
@@ -66,6 +70,10 @@ class Streams(RuleBasedStateMachine):
         num_pages = -(-26 // page_size) + spare_pages  # at least the longest prompt and a token
         self.driver = Driver(config(page_size=page_size, num_pages=num_pages, run_ahead=1, **changes), vocab=VOCAB)
         self.count = 0
+        self.written: list[Written] = []  # of this engine
+        self.exporting: list[tuple[Written, Checkpoint]] = []  # pinned
+        self.stored: dict[bytes, Stored] = {}  # by lineage: outlives engines
+        self.importing: list[tuple[Lineage, Taken]] = []
 
     @rule(data=st.data(), copies=st.sampled_from([1, 1, 1, 3]))
     def arrive(self, data: st.DataObject, copies: int) -> None:
@@ -107,6 +115,54 @@ class Streams(RuleBasedStateMachine):
     def evict(self) -> None:
         self.driver.scheduler.cache.clear()
 
+    @precondition(lambda self: self.driver.scheduler.cache.enabled)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        self.written += self.driver.scheduler.take_written()
+        if self.written:
+            written = self.written.pop(data.draw(st.integers(0, len(self.written) - 1)))
+            if checkpoint := self.driver.scheduler.cache.pin(written.lineage.at(written.position)):
+                self.exporting.append((written, checkpoint))
+
+    @precondition(lambda self: self.exporting)
+    @rule()
+    def export(self) -> None:
+        written, checkpoint = self.exporting.pop(0)
+        self.stored[checkpoint.lineage] = self.driver.shards.export(checkpoint.slot, checkpoint.pages, written.position)
+        self.driver.scheduler.cache.unpin(checkpoint)
+
+    @precondition(lambda self: self.stored)
+    @rule(data=st.data())
+    def reserve(self, data: st.DataObject) -> None:
+        scheduler = self.driver.scheduler
+        fitting = [
+            (lineage, position)
+            for lineage in map(scheduler.lineage, scheduler.open_requests())
+            for position in range(1, len(lineage))
+            if lineage.at(position) in self.stored
+        ]
+        if fitting:
+            lineage, position = data.draw(st.sampled_from(fitting))
+            if taken := scheduler.cache.reserve_import(position):
+                self.importing.append((lineage, taken))
+
+    @precondition(lambda self: self.importing)
+    @rule(whole=st.booleans())
+    def finish_import(self, whole: bool) -> None:
+        lineage, taken = self.importing.pop(0)
+        cache = self.driver.scheduler.cache
+        if whole:
+            self.driver.shards.restore(taken.slot, taken.pages, self.stored[lineage.at(taken.position)])
+            cache.commit(taken, lineage, "store")
+        else:
+            cache.discard(taken)
+
+    @rule()
+    def crash(self) -> None:
+        """What was pinned or reserved is gone with the engine; what was stored is not."""
+        self.driver.crash()
+        self.written, self.exporting, self.importing = [], [], []
+
     @invariant()
     def books(self) -> None:
         if hasattr(self, "driver"):
@@ -115,6 +171,10 @@ class Streams(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "driver"):
             return
+        while self.exporting:
+            self.export()
+        while self.importing:
+            self.finish_import(whole=True)
         for name in self.driver.requests:
             self.driver.scheduler.resume(name)
         self.driver.run()
