@@ -65,6 +65,7 @@ class EngineReplica:
         counters, states = BundleCounters(), None
         if self._group is not None and spec.state is not None:
             self._tier = StateTier(spec.state)
+            await self._tier.ready()
             states = BundleTraffic.start(spec, spec.state, self._group, self._tier, counters)
         self._counters = counters
         work = executor or self._group

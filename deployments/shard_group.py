@@ -102,8 +102,8 @@ class ShardGroup:
 
     async def _survives(self, actor: Any) -> bool:
         """Whether an actor answers and has left the lost group. One that hangs inside a step does not count."""
-        patience = self._spec.ping_timeout_s
-        return await _answers(patience, actor.leave) and await _answers(patience + REUNION_S, actor.idle)
+        patience = self._spec.ping_timeout_s + REUNION_S  # its weights are worth waiting for
+        return await _answers(patience, actor.leave) and await _answers(patience, actor.idle)
 
     async def _abort_all(self) -> None:
         """Unblocks whoever waits for a peer that will not come."""

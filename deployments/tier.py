@@ -21,6 +21,7 @@ from engine.errors import EngineFailure
 from engine.session import BundleAt
 
 logger = logging.getLogger("ray.serve")
+READY_S = 60.0  # longest wait at start
 LOOKUP_S = 2.0  # longest wait for a name
 REST_S = 5.0  # how long a tier that did not answer is left alone
 TRIES = 20  # of a call to an actor that is being restarted
@@ -41,6 +42,14 @@ class StateTier:
         self._holders: dict[str, Any] = {self.local: self._make(self._node)}
         self._store = session_store(spec.ttl_s, spec.durable_url, spec.durable_endpoint_url)
         self._resting_until = 0.0
+
+    async def ready(self) -> None:
+        """Waits for the actors to be up, but not for ever: a replica serves without its tier rather than not at all."""
+        calls = [_value(self._store.stats.remote()), *(_value(h.stats.remote()) for h in self._holders.values())]
+        try:
+            await asyncio.wait_for(asyncio.gather(*calls), READY_S)
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            logger.error("the state tier is not up after %g s: %s", READY_S, type(error).__name__)
 
     async def take(self, draft: StateBundle, jobs: list[tuple[Any, ExportPart]]) -> StateBundle:
         """Has this node's holder pull a bundle from the shards. Raises StoreFull, TierDown; what the shards raise."""
