@@ -92,6 +92,8 @@ class ServiceConfig(BaseModel):
     api_keys: Names = Field((), repr=False, description="keys that clients must send; `file:PATH` reads one key a line; none = open")
     default_max_tokens: PositiveInt = Field(131_072, description="chat token budget when the request names none, cut to what fits")
     max_body_bytes: ByteSize = Field(ByteSize(8 * 2**20), gt=0, description="larger request bodies get 413 unread")
+    max_import_bytes: ByteSize = Field(ByteSize(2 * 2**30), gt=0, description="larger files of exported sessions get 413 unread")
+    export_key: MaybeText = Field(None, repr=False, description="file:PATH of the key that signs exported sessions; none = no export")
     max_stop_sequences: PositiveInt = Field(5, description="entries of `stop`, as the hosted API has it")
     max_stop_bytes: PositiveInt = Field(32, description="UTF-8 bytes of one entry of `stop`, as the hosted API has it")
     thinking_history: Literal["accept", "repair", "reject"] = Field(

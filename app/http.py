@@ -105,6 +105,18 @@ def json_response(content: dict[str, Any], status: int, headers: Mapping[str, st
 
 async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     """The body as a JSON object. Raises BodyTooLarge before reading more than `max_bytes`, InvalidRequest for what is not JSON."""
+    raw = await read_body(request, max_bytes)
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", None, "invalid_json") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"the body must be a JSON object, not {type(body).__name__}", None, "invalid_json")
+    return body
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Raises BodyTooLarge before reading more than `max_bytes`."""
     announced = request.headers.get("content-length", "")
     if announced.isascii() and announced.isdecimal() and int(announced) > max_bytes:
         raise _too_large(f"{announced} bytes", max_bytes)
@@ -115,17 +127,11 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
         if size > max_bytes:
             raise _too_large("larger", max_bytes)
         parts.append(part)
-    try:
-        body = orjson.loads(b"".join(parts))
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}", None, "invalid_json") from None
-    if not isinstance(body, dict):
-        raise InvalidRequest(f"the body must be a JSON object, not {type(body).__name__}", None, "invalid_json")
-    return body
+    return b"".join(parts)
 
 
 def _too_large(what: str, limit: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the request body is {what}, this server reads at most {limit} bytes (max_body_bytes)")
+    return BodyTooLarge(f"the request body is {what}, this server reads at most {limit} bytes here")
 
 
 class RequestIds:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from app.config import ServiceConfig
 from app.default_model import ensure_default_model
+from app.session_file import read_export_key
 from chat.tokenizer import TINY_TOKENIZER_DIR, Tokenizer
 from cluster.durable import check_url
 from cluster.pools import PoolBytes, pool_sizes
@@ -33,6 +34,7 @@ class Served:
     vocab_size: int
     tokenizer_dir: str | None  # None: token ids only
     eos_token_ids: tuple[int, ...]
+    fingerprint: str  # hex digest of the model's identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,9 @@ def resolve(config: ServiceConfig, *, gpus: int | None = None) -> ServicePlan:
             f"the tokenizer in {tokenizer_dir} has {tokenizer.vocab_size} ids, the checkpoint's vocabulary only {model.vocab_size}: "
             "its ids would index past the embedding; name the checkpoint's own tokenizer"
         )
+    if config.export_key is not None:
+        read_export_key(config.export_key)
+    fingerprint = checkpoint_fingerprint(model, tensors.values())
     return ServicePlan(
         engine=EngineSpec(
             shards=ShardSpec(
@@ -108,7 +113,7 @@ def resolve(config: ServiceConfig, *, gpus: int | None = None) -> ServicePlan:
                 checkpoint_decode_interval=state.stake_tokens,
                 run_ahead=config.run_ahead,
             ),
-            fingerprint=checkpoint_fingerprint(model, tensors.values()),
+            fingerprint=fingerprint,
             state=state if config.state_store else None,
             recovery=RecoverySpec(attempts=config.recovery_attempts, window_s=config.recovery_window_s),
         ),
@@ -117,6 +122,7 @@ def resolve(config: ServiceConfig, *, gpus: int | None = None) -> ServicePlan:
             vocab_size=model.vocab_size,
             tokenizer_dir=str(tokenizer_dir) if tokenizer_dir else None,
             eos_token_ids=tuple(tokenizer.stop_ids) if tokenizer else (model.eos_token_id,),
+            fingerprint=fingerprint,
         ),
     )
 

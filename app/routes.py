@@ -15,6 +15,8 @@ from app.auth import ApiKeys
 from app.errors import Failure, anthropic_error, describe, openai_error
 from app.http import Dialect, Reply, RequestIds, read_json
 from app.service import Service
+from app.session_desk import SessionDesk
+from app.sessions_api import add_session_routes
 from chat.history import HistoryPolicy
 from engine.errors import InvalidRequest
 
@@ -44,12 +46,15 @@ def build_api(
     *,
     keys: ApiKeys | None = None,
     max_body_bytes: int = 8 * 2**20,
+    max_import_bytes: int = 2**31,
+    get_desk: Callable[[], SessionDesk] | None = None,
     health: Hook | None = None,
     metrics: Hook | None = None,
 ) -> FastAPI:
     """The HTTP application. `get_service` is called a request, so that the app can be built before its service lives.
 
-    `health` and `metrics` answer /health and /metrics (404 without them); both are open, everything else wants a key when there are keys.
+    `get_desk` answers /v1/sessions; `health` and `metrics` answer /health and /metrics (404 without them). These two are open, everything
+    else wants a key when there are keys.
     """
     api = FastAPI(title="Kimi K3", docs_url=None, redoc_url=None, openapi_url=None)
     api.add_middleware(RequestIds)
@@ -85,6 +90,8 @@ def build_api(
     post("/detokenize", lambda service, body, caller: service.detokenize(body))
     get("/v1/models", lambda service, request: service.models())
     get("/v1/models/{name:path}", lambda service, request: service.model(request.path_params["name"]))
+    if get_desk is not None:
+        add_session_routes(api, get_desk, known, max_body_bytes=max_body_bytes, max_import_bytes=max_import_bytes)
     for path, hook in (("/health", health), ("/metrics", metrics)):
         if hook is not None:
             api.add_api_route(path, hook, methods=["GET"], response_class=Response, name=path)

@@ -21,7 +21,7 @@ from engine.errors import EngineFailure, InvalidRequest, SessionBusy
 from engine.session import BundleAt, SessionRecord, TurnEnd
 
 LEASE_S = 15.0  # a session whose ingress died is free again after this
-_NAME = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_NAME = re.compile(r"[A-Za-z0-9._:+=@-]{1,128}")
 
 
 class Sessions(Protocol):
@@ -144,5 +144,5 @@ def session_name(header: str | None, field: str | None) -> str | None:
 def checked_name(name: str, param: str) -> str:
     """Raises InvalidRequest."""
     if not _NAME.fullmatch(name):
-        raise InvalidRequest("a session's name is 1 to 128 letters, digits and ._:/+=@-", param)
+        raise InvalidRequest("a session's name is 1 to 128 letters, digits and ._:+=@-", param)
     return name

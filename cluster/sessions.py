@@ -207,9 +207,12 @@ class SessionStore:
         return record
 
     async def delete(self, tenant: str, session: str) -> SessionRecord:
-        """Forgets the record and returns it, so that the caller can drop what only it used. Raises UnknownSession."""
+        """Forgets the record and returns it, so that the caller can drop what only it used. Raises UnknownSession, SessionBusy."""
         key = (tenant, session)
         record = await self.get(tenant, session)
+        turn = self._turns.get(key)
+        if turn is not None and turn.until > time.time():
+            raise SessionBusy(f"session {session!r} is answering a request; delete it when that has ended")
         self._records.pop(key, None)
         self._turns.pop(key, None)
         self._copy("forget_record", key, tenant, session)

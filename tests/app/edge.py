@@ -15,6 +15,8 @@ from app.auth import ApiKeys
 from app.pricing import LIST_PRICES
 from app.routes import build_api
 from app.service import Service
+from app.session_desk import BundlePort, SessionDesk
+from app.session_file import SessionFiles
 from app.turn import Sessions
 from chat.tokenizer import Tokenizer
 from engine.types import GenerateRequest
@@ -60,6 +62,9 @@ class Edge:
     limits: Limits = field(default_factory=Limits)
     aliases: tuple[str, ...] = ()
     sessions: Sessions | None = None
+    bundles: BundlePort | None = None
+    files: SessionFiles | None = None
+    max_import_bytes: int = 1 << 20
 
     def __post_init__(self) -> None:
         t = tokenizer()
@@ -74,7 +79,14 @@ class Edge:
             prices=LIST_PRICES,
             sessions=self.sessions,
         )
-        self.api = build_api(lambda: self.service, keys=ApiKeys(self.keys), max_body_bytes=self.max_body_bytes)
+        self.desk = SessionDesk(self.sessions, self.bundles, self.files)
+        self.api = build_api(
+            lambda: self.service,
+            keys=ApiKeys(self.keys),
+            max_body_bytes=self.max_body_bytes,
+            max_import_bytes=self.max_import_bytes,
+            get_desk=lambda: self.desk,
+        )
 
     async def __aenter__(self) -> Edge:
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.api), base_url="http://edge")
