@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+FEW = 1024  # tokens: below it a program has a multiprocessor to itself
+
 
 @triton.jit
 def _attn_res_norm(
@@ -77,8 +79,8 @@ def launch(
     query: Tensor,
     out_norm: Tensor,
     eps: float,
-    piece: int = 512,
-    num_warps: int = 8,
+    piece: int = 1024,
+    num_warps: int | None = None,
 ) -> Tensor:
     """As `kernels.attn_res_norm.attn_res_norm`, which has checked the shapes."""
     tokens, width = run.shape
@@ -103,6 +105,6 @@ def launch(
             SP=triton.next_power_of_2(max(1, blocks.shape[0])),
             PIECE=min(piece, triton.next_power_of_2(width)),
             ADD=added is not None,
-            num_warps=num_warps,
+            num_warps=num_warps or (8 if tokens < FEW else 4),
         )
     return out

@@ -39,7 +39,8 @@ def _inverse(a, C: tl.constexpr, PRECISION: tl.constexpr):
     """(I + a)^-1 of a strictly lower triangular a [C, C], C = 32.
 
     On the diagonal blocks of 8 by the nilpotent series (I - d)(I + d^2)(I + d^4), whose terms stay small there even for equal keys
-    (at most 20 times the result's), so that tf32 products do; then the blocks below them, 8 -> 16 -> 32, with [[X, 0], [-Y B X, Y]] the inverse of [[X^-1, 0], [B, Y^-1]].
+    (at most 20 times the result's), so that tf32 products do; then the blocks below them, 8 -> 16 -> 32: [[X, 0], [-Y B X, Y]] is the
+    inverse of [[X^-1, 0], [B, Y^-1]].
     """
     o = tl.arange(0, C)
     row, column = o[:, None], o[None, :]
@@ -103,7 +104,7 @@ def _prepare(
     NP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Per chunk and head: w = -T (k exp(G)), qd = q exp(G), kd = k exp(G_end - G), T = (I + A)^-1 diag(beta), a = causal q k^T, exp(G_end)."""
+    """Of a chunk and head: w = -T (k e^G), qd = q e^G, kd = k e^(G_end - G), T = (I + A)^-1 diag(beta), a = q k^T decayed, e^G_end."""
     i_h, i_c = tl.program_id(0), tl.program_id(1)
     i_n, i_in, begin, end = _locate(p_cu_seqlens, N, C, i_c, NP)
     if i_n >= N:
@@ -180,7 +181,7 @@ def _advance(
 ):
     """S^T [BV, K] over the chunks of a sequence (SEGMENT = 0) or of a segment of SEGMENT chunks.
 
-    MAPS: from zero (B: the first D / BV blocks) or from unit states (M: the further ones), no outputs, result to p_maps [segments, H, 2D, D].
+    MAPS: from zero (B: the first D / BV blocks) or from unit states (M: the further ones), no outputs, result in p_maps [*, H, 2D, D].
     Otherwise outputs; the first state comes from p_cuts [segments, H, D, D] when there are segments.
     """
     NV: tl.constexpr = D // BV
@@ -194,7 +195,7 @@ def _advance(
 
     if SEGMENT == 0:
         i_n, i_s = i_p, 0
-        o_n, b_begin, b_end, upto = _pieces(p_cu_seqlens, N, C, NP)
+        o_n, _, _, upto = _pieces(p_cu_seqlens, N, C, NP)
         begin, end = tl.load(p_cu_seqlens + i_n).to(tl.int32), tl.load(p_cu_seqlens + i_n + 1).to(tl.int32)
         chunk = tl.max(tl.where(o_n < i_n, upto, 0))
         chunks = (end - begin + C - 1) // C
@@ -203,7 +204,7 @@ def _advance(
         i_n, i_s, begin, end = _locate(p_cu_seqlens, N, C * SEGMENT, i_p, NP)
         if i_n >= N:
             return
-        o_n, b_begin, b_end, upto = _pieces(p_cu_seqlens, N, C, NP)
+        o_n, _, _, upto = _pieces(p_cu_seqlens, N, C, NP)
         chunk = tl.max(tl.where(o_n < i_n, upto, 0)) + i_s * SEGMENT
         begin += i_s * (C * SEGMENT)
         chunks = tl.minimum((end - begin + C - 1) // C, SEGMENT)
@@ -276,7 +277,7 @@ def _link(
 ):
     """The state before every segment of a sequence: S^T <- S^T M^T + B^T, one segment after the other."""
     i_h, i_v, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    o_n, b_begin, b_end, upto = _pieces(p_cu_seqlens, N, C * SEGMENT, NP)
+    o_n, _, _, upto = _pieces(p_cu_seqlens, N, C * SEGMENT, NP)
     first = tl.max(tl.where(o_n < i_n, upto, 0))
     after = tl.max(tl.where(o_n <= i_n, upto, 0))
     o_k, o_v = tl.arange(0, D), i_v * BV + tl.arange(0, BV)
@@ -310,7 +311,7 @@ def launch(
     segment: int | None,
     block_v: int = 64,
     stages: int = 3,
-    prepare_warps: int = 4,
+    prepare_warps: int = 2,
     prepare_registers: int | None = None,
 ) -> Tensor:
     """As `kernels.kda_prefill.kda_prefill`, which has checked the shapes. Raises `ValueError` for what these kernels do not cover.

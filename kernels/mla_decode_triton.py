@@ -100,7 +100,7 @@ def mla_decode(
     scale: float,
     splits: int | None = None,
     block: tuple[int, int] | None = None,
-    stages: int = 4,
+    stages: int = 3,
     num_warps: int | None = None,
 ) -> Tensor:
     """query [N, heads, D], latents [pages, page_size, D], page_tables [N, P], lengths [N] -> [N, heads, value_dim] in query's dtype.
@@ -118,7 +118,7 @@ def mla_decode(
     if query.stride(2) != 1 or not latents.is_contiguous() or page_tables.stride(1) != 1:
         raise ValueError("latents need contiguous memory, query and page_tables rows without gaps")
     page_size, capacity = latents.shape[1], page_tables.shape[1] * latents.shape[1]
-    bh, bs = block or ((16, 32) if heads <= 16 else (64, 32))
+    bh, bs = block or ((16, 32) if heads <= 16 else (64, 64))
     num_warps = num_warps or (4 if bh <= 32 else 8)
     blocks = triton.cdiv(heads, bh)
     if splits is None:

@@ -92,8 +92,8 @@ def short_conv(
     read_slots: Tensor,
     write_slots: Tensor,
     cu_seqlens: Tensor,
-    block: tuple[int, int] = (16, 1024),
-    num_warps: int = 4,
+    block: tuple[int, int] = (32, 1024),
+    num_warps: int = 8,
 ) -> Tensor:
     """x [T, C] (any row stride), weight [C, 1, W], state [slots, W - 1, C] updated in place -> y [T, C] in x's dtype.
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.experts import pack_experts
 from kernels.moe import grouped_experts
 from kernels.testing import fenced, relative_error
 
@@ -38,7 +39,7 @@ def inputs(
 
 
 def run(args: dict[str, Any], total: int, **options: Any) -> Tensor:
-    from kernels.moe_triton import launch, pack_experts
+    from kernels.experts_triton import launch
 
     w13, w2 = pack_experts(args["w13_packed"], args["w13_scale"], True), pack_experts(args["w2_packed"], args["w2_scale"], False)
     plain = (args["x"], args["ids"], args["weights"], w13, w2, args["first_expert"], total, args["beta"], args["linear_beta"])
@@ -51,14 +52,14 @@ def exact(args: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize(("tokens", "top_k", "total", "local"), [(5, 2, 4, 4), (19, 3, 6, 4), (1, 1, 3, 2)])
 def test_equals_reference(generator: torch.Generator, tokens: int, top_k: int, total: int, local: int) -> None:
-    from kernels.moe_triton import Tile
+    from kernels.experts_triton import Tile
 
     args = inputs(generator, tokens, top_k, total, local, width=128, inner=128, dtype=torch.float32)
     assert relative_error(run(args, total, tile=Tile(16, 16 if tokens > 16 else 0, (128, 2, 4), (128, 2, 4))), exact(args)) < 4e-6
 
 
 def test_without_a_limit_and_with_more_pairs_than_a_tile(generator: torch.Generator) -> None:
-    from kernels.moe_triton import Tile
+    from kernels.experts_triton import Tile
 
     args = {**inputs(generator, 21, 2, 3, 3, width=128, inner=128, dtype=torch.float32), "linear_beta": None}
     assert relative_error(run(args, 3, tile=Tile(16, 0, (64, 2, 4), (128, 2, 4))), exact(args)) < 4e-6
@@ -71,8 +72,6 @@ def test_nobody_chose_a_local_expert(generator: torch.Generator) -> None:
 
 
 def test_refuses_scales_out_of_range(generator: torch.Generator) -> None:
-    from kernels.moe_triton import pack_experts
-
     args = inputs(generator, 1, 1, 1, 1, width=128, inner=128, dtype=torch.float32)
     args["w13_scale"][0, 3, 1] = 129
     with pytest.raises(ValueError, match="scale: byte 129, expected at most 128"):

@@ -106,7 +106,7 @@ def test_refuses_what_does_not_fit(generator: torch.Generator) -> None:
 def test_k3_shapes(generator: torch.Generator, lengths: list[int], heads: int, segment: int) -> None:
     args = inputs(generator, lengths, heads, 128, torch.bfloat16)
     (o, state), (o_ref, state_ref) = run(args, segment=segment, backend="triton"), exact(args)
-    assert relative_error(o, o_ref) < 4e-3
+    assert relative_error(o, o_ref) < 5e-3
     assert relative_error(state, state_ref) < 4e-3
     again = run(args, segment=segment, backend="triton")
     assert torch.equal(o, again[0])

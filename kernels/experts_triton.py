@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.checks import check_shape
+from kernels.experts import PackedExperts
 
 # Two words of four codes each -> four pairs of values, times their scales. A code's exponent and mantissa at bits 8..6 of a bf16 with the
 # sign on top are its value times 2^-126, subnormal values included; the scale carries the 2^126.
@@ -58,53 +58,10 @@ TILES = (
     (16, Tile(16, 0, (256, 3, 4), (256, 3, 4))),
     (32, Tile(32, 0, (128, 3, 4), (128, 3, 4))),
     (64, Tile(64, 0, (128, 2, 4), (128, 3, 8))),
-    (96, Tile(64, 32, (128, 2, 4), (128, 3, 8))),
+    (96, Tile(64, 32, (128, 2, 4), (256, 3, 8))),
     (128, Tile(128, 0, (128, 2, 8), (128, 2, 8))),
-    (1 << 31, Tile(128, 32, (128, 2, 8), (128, 3, 8))),
+    (1 << 31, Tile(128, 32, (128, 2, 8), (256, 3, 8))),
 )
-GROUP = 128  # input columns whose four scale bytes are one word; an iteration of the product
-
-
-@dataclass(frozen=True, slots=True)
-class PackedExperts:
-    """One projection of E experts, laid out for `_experts`: what one iteration reads of a block of rows is contiguous.
-
-    codes [E, in / 64, out, 16] int16: word j holds columns j, 16 + j, 32 + j, 48 + j of its 64, their bits placed so that one shift and
-    one mask make a bf16 of each (`_EXPAND`); scales [E, in / 128, out] int32: byte i, less 126, is the scale byte of columns 32 i ...
-    A gated projection has its rows in groups of 16: eight of the gate, then the eight of up that belong to them.
-    """
-
-    codes: Tensor
-    scales: Tensor
-
-
-def pack_experts(packed: Tensor, scale: Tensor, gated: bool) -> PackedExperts:
-    """A checkpoint's packed [E, out, in / 2] and scale [E, out, in / 32] -> the kernels' layout; once, at load.
-
-    gated: the first half of the rows are the gate's, the second up's. Raises `ValueError` for widths that do not divide and for scale
-    bytes above 128 (weights above 12), whose expansion would leave bf16's range.
-    """
-    experts, out, half = packed.shape
-    check_shape("scale", scale, experts, out, half // 16)
-    if 2 * half % GROUP or out % 64:
-        raise ValueError(f"packed: {out} rows of {2 * half} columns, expected multiples of 64 and {GROUP}")
-    if scale.numel() and int(scale.max()) > 128:
-        raise ValueError(f"scale: byte {int(scale.max())}, expected at most 128")
-
-    def ordered(rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (2, out // 16, 8)).transpose(0, 1).flatten(0, 2) if gated else rows
-
-    codes = torch.empty(experts, half // 32, out, 16, dtype=torch.int16, device=packed.device)
-    scales = torch.empty(experts, half // 64, out, dtype=torch.int32, device=packed.device)
-    for e in range(experts):  # one at a time: the unpacked codes are eight times the size
-        rows = ordered(packed[e]).int()
-        code = torch.stack((rows & 15, rows >> 4), -1).view(out, half // 32, 4, 16)
-        sign, size = code >> 3, code & 7
-        words = sign[:, :, 0] << 15 | size[:, :, 0] << 6 | sign[:, :, 1] << 12 | size[:, :, 1] << 3 | sign[:, :, 2] << 9 | size[:, :, 2]
-        words = words | sign[:, :, 3] << 14 | (size[:, :, 3] >> 2) << 13 | (size[:, :, 3] & 3) << 10
-        codes[e] = words.to(torch.int16).transpose(0, 1)
-        scales[e] = (ordered(scale[e]) + 126).contiguous().view(torch.int32).T
-    return PackedExperts(codes, scales)
 
 
 @triton.jit
@@ -117,8 +74,8 @@ def _rank(p_ids, p_counts, p_ranks, pairs, first, E: tl.constexpr, B: tl.constex
 
 
 @triton.jit
-def _tile(p_counts, p_begins, p_tile_expert, p_tile_begin, tiles, E: tl.constexpr, EP: tl.constexpr, BN: tl.constexpr):
-    """Where each expert's pairs begin, and the tiles; tiles past the last get expert -1."""
+def _tile(p_counts, p_begins, p_tile_expert, p_tile_begin, p_tiles, E: tl.constexpr, EP: tl.constexpr, BN: tl.constexpr):
+    """Where each expert's pairs begin; the tiles and how many there are."""
     o_e = tl.arange(0, EP)
     count = tl.load(p_counts + o_e, mask=o_e < E, other=0)
     begin = tl.cumsum(count, 0) - count
@@ -128,8 +85,7 @@ def _tile(p_counts, p_begins, p_tile_expert, p_tile_begin, tiles, E: tl.constexp
     for j in range(0, tl.max(own)):
         tl.store(p_tile_expert + first + j, o_e, mask=j < own)
         tl.store(p_tile_begin + first + j, begin + j * BN, mask=j < own)
-    for j in range(tl.sum(own), tiles, EP):
-        tl.store(p_tile_expert + j + o_e, -1, mask=j + o_e < tiles)
+    tl.store(p_tiles, tl.sum(own))
 
 
 @triton.jit
@@ -199,7 +155,8 @@ def _finish(y, p_out, target, m_n, i_o, beta, linear_beta, OUT: tl.constexpr, GA
 
 
 @triton.jit
-def _experts(
+def _one_tile(
+    i_t,
     p_x,
     p_codes,
     p_scales,
@@ -229,10 +186,8 @@ def _experts(
     GATED: x rows are tokens; the result of SiTU goes to the pair's place by expert. Otherwise x rows are places by expert, and the
     result goes to the pair's own row.
     """
-    i_o, i_t = tl.program_id(0), tl.program_id(1)
+    i_o = tl.program_id(0)
     i_e = tl.load(p_tile_expert + i_t)
-    if i_e < 0:
-        return
     begin = tl.load(p_tile_begin + i_t)
     end = tl.load(p_begins + i_e) + tl.load(p_counts + i_e)
     o_m, o_k = i_o * BM + tl.arange(0, BM), tl.arange(0, 16)
@@ -265,6 +220,94 @@ def _experts(
     _finish(y, p_out, place if GATED else pair, m_n, i_o, beta, linear_beta, OUT, GATED, LIMITED)
     if MORE:
         _finish(y_more, p_out, place_more if GATED else pair_more, m_more, i_o, beta, linear_beta, OUT, GATED, LIMITED)
+
+
+@triton.jit
+def _experts(
+    p_x,
+    p_codes,
+    p_scales,
+    p_order,
+    p_counts,
+    p_begins,
+    p_tile_expert,
+    p_tile_begin,
+    p_tiles,
+    p_out,
+    stride_x,
+    beta,
+    linear_beta,
+    K: tl.constexpr,
+    OUT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    MORE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PTX: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LOOP: tl.constexpr,
+):
+    """As `_one_tile`. LOOP: there may be more tiles than programs (most pairs are other ranks', but none need be)."""
+    tiles = tl.load(p_tiles)
+    i = tl.program_id(1)
+    if LOOP:
+        for i_t in range(i, tiles, tl.num_programs(1)):
+            _one_tile(
+                i_t,
+                p_x,
+                p_codes,
+                p_scales,
+                p_order,
+                p_counts,
+                p_begins,
+                p_tile_expert,
+                p_tile_begin,
+                p_out,
+                stride_x,
+                beta,
+                linear_beta,
+                K,
+                OUT,
+                TOP_K,
+                GATED,
+                LIMITED,
+                BM,
+                BN,
+                MORE,
+                STAGES,
+                PTX,
+                PRECISION,
+            )
+    elif i < tiles:
+        _one_tile(
+            i,
+            p_x,
+            p_codes,
+            p_scales,
+            p_order,
+            p_counts,
+            p_begins,
+            p_tile_expert,
+            p_tile_begin,
+            p_out,
+            stride_x,
+            beta,
+            linear_beta,
+            K,
+            OUT,
+            TOP_K,
+            GATED,
+            LIMITED,
+            BM,
+            BN,
+            MORE,
+            STAGES,
+            PTX,
+            PRECISION,
+        )
 
 
 @triton.jit
@@ -319,17 +362,20 @@ def launch(
         return torch.empty(n, dtype=torch.int32, device=x.device)
 
     counts = torch.zeros(experts, dtype=torch.int32, device=x.device)
-    begins, ranks, order, tile_expert, tile_begin = integers(experts), integers(pairs), integers(pairs), integers(tiles), integers(tiles)
+    begins, ranks, order = integers(experts), integers(pairs), integers(pairs)
+    tile_expert, tile_begin, total = integers(tiles), integers(tiles), integers(1)
     grid = (triton.cdiv(pairs, 256),)
     _rank[grid](ids, counts, ranks, pairs, first_expert, E=experts, B=256)
-    _tile[(1,)](counts, begins, tile_expert, tile_begin, tiles, E=experts, EP=triton.next_power_of_2(experts), BN=width)
+    _tile[(1,)](counts, begins, tile_expert, tile_begin, total, E=experts, EP=triton.next_power_of_2(experts), BN=width)
     _place[grid](ids, begins, ranks, order, pairs, first_expert, E=experts, B=256)
     hidden = torch.empty(pairs, twice // 2, dtype=x.dtype, device=x.device)
     rows = torch.empty(pairs, latent, dtype=x.dtype, device=x.device)
-    plan = (order, counts, begins, tile_expert, tile_begin)
+    plan = (order, counts, begins, tile_expert, tile_begin, total)
+    programs = min(tiles, experts + 2 * pairs * experts // (num_experts * width) + 1)
     options = {
         "TOP_K": top_k,
         "LIMITED": linear_beta is not None,
+        "LOOP": programs < tiles,
         "BN": tile.bn,
         "MORE": tile.more,
         "PTX": ptx,
@@ -341,7 +387,7 @@ def launch(
         (False, hidden, w2, twice // 2, latent, rows, tile.w2),
     ):
         bm = min(rows_of, outer & -outer)  # a power of two that divides the rows
-        _experts[(outer // bm, tiles)](
+        _experts[(outer // bm, programs)](
             source,
             weight.codes,
             weight.scales,
