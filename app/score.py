@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
-from safetensors import serialize_file
+from safetensors.numpy import save_file
 
 from deployments.spec import ShardSpec
 from engine.errors import InvalidRequest
@@ -96,12 +96,8 @@ async def score(
 
 def write_logits(path: Path, logits: Mapping[str, np.ndarray]) -> None:
     """`logits.<name>` [T, vocab] float32, written beside the target and renamed, so that a partial file never has its name."""
-    tensors = {
-        f"logits.{name}": {"dtype": "float32", "shape": list(rows.shape), "data": np.ascontiguousarray(rows).tobytes()}
-        for name, rows in logits.items()
-    }
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as scratch:
         pass
-    serialize_file(tensors, scratch.name)
+    save_file({f"logits.{name}": np.ascontiguousarray(rows) for name, rows in logits.items()}, scratch.name)
     Path(scratch.name).replace(path)
