@@ -68,7 +68,8 @@ class Exporter:
         if position < self._block:
             return
         at_stake = position - self._last.get(request.request_id, (0, None))[0]
-        if at_stake < self._state.stake_tokens and not (written.ended and request.session is not None):
+        ends_turn = written.ended and request.session is not None and at_stake > 0
+        if at_stake < self._state.stake_tokens and not ends_turn:
             return
         key = (request.request_id, position == len(request.prompt) - 1)
         if key in self._waiting:

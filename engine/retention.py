@@ -18,7 +18,7 @@ from engine.types import GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A checkpoint became visible: it may be pinned and exported until it is evicted."""
+    """A checkpoint of a request is visible: it may be pinned and exported until it is evicted."""
 
     request: GenerateRequest
     lineage: Lineage  # of the request; may have grown past `position`
@@ -78,8 +78,8 @@ class Retention:
     def settle(self, g: Generation, taken: Taken) -> None:
         """The result of a checkpoint's step was applied."""
         if taken.position <= g.known:
-            if self._cache.commit(taken, g.lineage):
-                self.written.append(Written(g.request, g.lineage, taken.position, g.status is Status.FINISHED))
+            self._cache.commit(taken, g.lineage)  # or there is an equal one already, which will do
+            self.written.append(Written(g.request, g.lineage, taken.position, g.status is Status.FINISHED))
         else:  # a cancelled row's tokens that nobody was told
             self._cache.discard(taken)
 

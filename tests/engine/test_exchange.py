@@ -41,7 +41,7 @@ def test_checkpoints_are_told_once_they_are_visible() -> None:
     driver.step()
     assert positions(driver) == []
     driver.run()
-    assert positions(driver) == [(20, False), (24, False), (32, False), (40, True)]
+    assert positions(driver) == [(20, False), (24, False), (32, False), (40, True), (40, True)], "the last interval and the row's own state"
     assert positions(driver) == []
 
 
