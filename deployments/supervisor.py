@@ -70,6 +70,7 @@ class Supervisor:
         group: Group | None = None,
         states: States | None = None,
         clock: Callable[[], float] = time.monotonic,
+        backoff_s: float = BACKOFF_S,
     ) -> None:
         """`group`: the executor again when it can be formed again. Call inside the running loop."""
         self._spec = spec
@@ -79,6 +80,7 @@ class Supervisor:
         self._deliver = deliver
         self._counters = counters
         self._clock = clock
+        self._backoff_s = backoff_s
         self._moved: dict[str, _Moved] = {}  # while there is no loop
         self._paused: set[str] = set()
         self._attempts: deque[float] = deque()
@@ -204,7 +206,7 @@ class Supervisor:
 
     async def _recover(self, lost: EngineLoop) -> None:
         assert self._group is not None
-        begin, wait = self._clock(), BACKOFF_S
+        begin, wait = self._clock(), self._backoff_s
         error: EngineFailure = lost.failure or ShardLost("the shard group was lost")
         while True:
             if not self._may_try():
