@@ -6,7 +6,6 @@ import os
 import tempfile
 from pathlib import Path
 
-from model.checkpoint import write_random_checkpoint
 from model.config import ModelConfig
 
 SEED = 3
@@ -18,6 +17,8 @@ def ensure_default_model(cache: Path | None = None) -> Path:
     root = cache or Path.home() / ".cache" / "k3-serve"
     target = root / f"tiny-{config.fingerprint()[:12]}-{SEED}"
     if not (target / "config.json").exists():
+        from model.checkpoint import write_random_checkpoint  # torch, which the edge does without
+
         root.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix="making-", dir=root))
         write_random_checkpoint(made, config, SEED)

@@ -1,7 +1,7 @@
 """The asyncio loop that drives the schedulers of all data-parallel groups in lockstep and one `Executor`.
 
 At most `run_ahead` steps are submitted beyond the one whose result is awaited. The loop sleeps when there is nothing to do,
-checks every owner's books then, and ends at the first failure: every open request is told, and nothing is accepted any more.
+checks every owner's books when that lasts, and ends at the first failure: every open request is told, and nothing is accepted any more.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 Deliver = Callable[[list[TokenChunk], dict[str, K3Error]], None]
 OnWritten = Callable[[int, list[Written]], None]
 
+# Idle seconds before the books are checked: that takes milliseconds for a large pool, which the next request of a brisk client would wait.
+CHECK_AFTER_S = 1.0
+
 _SESSIONS = 1 << 16  # sessions whose group is remembered
 
 
@@ -50,11 +53,13 @@ class EngineLoop:
         on_written: OnWritten | None = None,
         groups: int = 1,
         fingerprint: str = "",
+        check_after_s: float = CHECK_AFTER_S,
     ) -> None:
         self._executor = executor
         self._deliver = deliver
         self._on_written = on_written
         self._run_ahead = config.run_ahead
+        self._check_after_s = check_after_s
         self.schedulers = tuple(Scheduler(config, fingerprint) for _ in range(groups))
         self._group_of: dict[str, int] = {}  # open request -> group
         self._sessions: OrderedDict[str, int] = OrderedDict()
@@ -285,12 +290,15 @@ class EngineLoop:
         """Until something happens. What is open, if anything, is paused, held, or without room beside what is pinned."""
         if self._ended:
             return
-        for scheduler in self.schedulers:
-            scheduler.check()
         if not self._group_of:
             self._idle.set()
         self._wake.clear()
-        await self._wake.wait()
+        try:
+            await asyncio.wait_for(self._wake.wait(), self._check_after_s)
+        except TimeoutError:
+            for scheduler in self.schedulers:
+                scheduler.check()
+            await self._wake.wait()
 
     def _fail(self, error: EngineFailure) -> None:
         if self.failure is not None:

@@ -162,7 +162,7 @@ class Engine:
         self.tier = tier
         self.exporter = Exporter(made, made.state, self.shards, tier, self.counters)
         self.importer = Importer(made, made.state, self.shards, tier, self.counters)
-        self.loop = EngineLoop(made.engine, executor, deliver=self.deliver, on_written=self.hear, fingerprint="toy")
+        self.loop = EngineLoop(made.engine, executor, deliver=self.deliver, on_written=self.hear, fingerprint="toy", check_after_s=0.0)
         self.loop.start()
         self.chunks: list[TokenChunk] = []
 

@@ -194,7 +194,7 @@ class Ends:
 
 
 def loop_on(executor: FakeExecutor, ends: Ends, **changes: int) -> EngineLoop:
-    loop = EngineLoop(config(**changes), executor, deliver=ends.deliver, on_written=ends.hear, fingerprint="toy")
+    loop = EngineLoop(config(**changes), executor, deliver=ends.deliver, on_written=ends.hear, fingerprint="toy", check_after_s=0.0)
     loop.start()
     return loop
 

@@ -8,9 +8,10 @@ from collections import Counter
 import pytest
 
 from engine.config import EngineConfig
-from engine.errors import EngineFailure, InvalidRequest, K3Error, QueueFull, ReplicaLost, ShardLost
+from engine.errors import EngineFailure, InvalidRequest, InvariantBroken, K3Error, QueueFull, ReplicaLost, ShardLost
 from engine.loop import EngineLoop
 from engine.plan import StepPlan, StepResult
+from engine.prefix import Match
 from engine.types import FinishReason, TokenChunk
 from tests.engine.driver import GREEDY, config, request
 from tests.fake_executor import FakeExecutor, toy_stream
@@ -27,7 +28,7 @@ class Harness:
             groups=groups,
             **faults,  # type: ignore[arg-type]
         )
-        self.loop = EngineLoop(settings, self.executor, deliver=self.deliver, groups=groups)
+        self.loop = EngineLoop(settings, self.executor, deliver=self.deliver, groups=groups, check_after_s=0.0)
         self.chunks: dict[str, list[TokenChunk]] = {}
         self.failures: dict[str, K3Error] = {}
         self.deliveries = 0
@@ -311,6 +312,17 @@ async def test_an_import_whose_request_left_is_no_leak() -> None:
     assert harness.loop.failure is None
     harness.loop.discard(group, taken)
     await harness.close()
+
+
+async def test_wrong_books_end_the_engine_once_it_idles() -> None:
+    harness = Harness(config())
+    harness.loop.submit(request("r", range(8), 3))
+    await harness.ended("r")
+    harness.loop.schedulers[0].cache.acquire(Match(), tokens=4, reserved=0)  # a lease that nobody runs
+    harness.loop.submit(request("s", range(8), 3))
+    await harness.ended("s")
+    await settled()
+    assert isinstance(harness.loop.failure, InvariantBroken)
 
 
 async def test_figures_add_up() -> None:
