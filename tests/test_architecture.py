@@ -83,3 +83,12 @@ def test_environment_is_not_configuration() -> None:
         for path in sources(package):
             if "os.environ" in path.read_text() or "getenv" in path.read_text():
                 assert path.name == "serve_modes.py", f"{path.relative_to(ROOT)} reads the environment"
+
+
+@pytest.mark.parametrize("package", [p for p in OURS if p != "autoscaling"])
+def test_every_module_is_on_the_map(package: str) -> None:
+    page = (ROOT / "docs" / "structure.md").read_text()
+    section = page.partition(f"### {package}/")[2].partition("\n### ")[0]
+    for path in sources(package):
+        if path.name != "__init__.py":
+            assert f"| `{path.stem}` |" in section, f"docs/structure.md does not name {path.relative_to(ROOT)}"
