@@ -1,7 +1,7 @@
-"""The kernels on one GPU against what cannot be beaten: `python -m benchmarks.kernels [--peers DIR]` (after `make test-gpu`).
+"""The kernels on one GPU against what cannot be beaten: `python -m benchmarks.kernels [PART ...] [--peers DIR]` (after `make test-gpu`).
 
 Floors are bytes over the copy rate or operations over the bf16 matrix rate, both measured in the same run; times are medians of replayed
-graphs with a cold L2 (kernels under 20 us: back to back and warm). Peers are timed where they can be imported: flash-linear-attention
+graphs with a cold L2 (kernels under 30 us: back to back and warm). Peers are timed where they can be imported: flash-linear-attention
 (`fla`), from --peers DIR or installed. Shapes are Kimi K3's: 96 KDA heads (12 on a TP8 shard), 896 experts (112 on an EP8, 14 on an EP64
 rank). A target is a ratio to the floor, or the time of the best kernel of others seen on the same kind of machine (docs/log.md).
 """
@@ -26,7 +26,7 @@ from kernels.testing import time_graph
 
 WIDTH, HIDDEN, LATENT, INNER, EXPERTS, TOP_K = 128, 7168, 3584, 3072, 896, 16
 EXPERT_BYTES = 17_547_264
-SHORT_MS = 0.02
+SHORT_MS = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def random_experts(experts: int, inputs: int, outputs: int) -> PackedExperts:
     return PackedExperts(codes, scales.view(torch.int32)[..., 0])
 
 
-def experts(rates: Rates) -> Iterator[Row]:
+def experts(rates: Rates, _peers: bool) -> Iterator[Row]:
     w13, w2 = random_experts(EXPERTS, LATENT, 2 * INNER), random_experts(EXPERTS, INNER, LATENT)
     for name, tokens, local, total, target in (
         ("experts, 896, 64 tokens", 64, 896, 896, 1.18),
@@ -155,7 +155,7 @@ def experts(rates: Rates) -> Iterator[Row]:
         yield Row(work=name, ours=ours, unit="ms", floor=floor, target=target * floor if target else 19.0)
 
 
-def attention(rates: Rates) -> Iterator[Row]:
+def attention(rates: Rates, _peers: bool) -> Iterator[Row]:
     from kernels.mla_decode_triton import mla_decode
 
     for sequences, length, heads, target in ((64, 1024, 96, 0.049), (1, 131072, 96, None), (64, 131072, 96, None), (64, 1024, 12, None)):
@@ -169,7 +169,7 @@ def attention(rates: Rates) -> Iterator[Row]:
         yield Row(work=work, ours=ours, unit="ms", floor=floor, target=target or 1.3 * floor)
 
 
-def between(rates: Rates) -> Iterator[Row]:
+def between(rates: Rates, _peers: bool) -> Iterator[Row]:
     from kernels.route_triton import route
     from kernels.short_conv_triton import short_conv
 
@@ -212,8 +212,18 @@ def between(rates: Rates) -> Iterator[Row]:
     )
 
 
+PARTS: dict[str, Callable[[Rates, bool], Iterator[Row]]] = {
+    "prefill": prefill,
+    "decode": decode,
+    "experts": experts,
+    "attention": attention,
+    "between": between,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)}; all")
     parser.add_argument("--peers", help="a directory that holds fla")
     arguments = parser.parse_args()
     if arguments.peers:
@@ -227,13 +237,13 @@ def main() -> None:
     torch.manual_seed(0)
     rates = measure_rates()
     rows: list[Row] = []
-    for part in (prefill(rates, peers), decode(rates, peers), experts(rates), attention(rates), between(rates)):
-        for row in part:
+    for part in arguments.parts or PARTS:
+        for row in PARTS[part](rates, peers):
             print(f"{row.work}: {row.ours:.4g} ms, floor {row.floor:.4g}", flush=True)
             rows.append(row)
             torch.cuda.empty_cache()
     notes = f"copy {rates.copy / 1e9:.2f} TB/s (read + written), bf16 8192^3 {rates.matmul / 1e9:.0f} TFLOP/s"
-    publish("kernels", rows, packages=("torch", "triton", "fla-core"), notes=notes)
+    publish("-".join(("kernels", *arguments.parts)), rows, packages=("torch", "triton", "fla-core"), notes=notes)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,6 @@ def packed_experts(
     check_shape("x", x, None, blocks * 64)
     check_shape("weights", weights, x.shape[0], None)
     check_shape("ids", ids, *weights.shape)
-    check_shape("w2.codes", w2.codes, experts, twice // 2 // 64, x.shape[1], 32)
+    check_shape("w2.codes", w2.codes, experts, twice // 2 // 64, x.shape[1], 16)
     check_device(x, ids=ids, weights=weights, w13=w13.codes, w2=w2.codes)
     return launch(x, ids, weights, w13, w2, first_expert, num_experts, beta, linear_beta)

@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 WIDTH = 4  # taps of K3's short convolution
+FEW = 264  # programs: up to two a multiprocessor, the registers of each may be many
+REGISTERS = 168  # three programs a multiprocessor at the price of a small spill: 3 % faster from there on (docs/log.md)
 
 
 @triton.jit
@@ -158,6 +160,8 @@ def launch(
             raise ValueError(f"{name}: stride {tensor.stride(-1)} along its last axis, expected 1")
     if not state[0].is_contiguous() or not write_slots.is_contiguous():
         raise ValueError("state: expected contiguous slots, and write_slots contiguous")
+    if registers is None and steps == 1 and heads * sequences > FEW and torch.version.hip is None:
+        registers = REGISTERS
     y = torch.empty(sequences * steps, heads * width, dtype=qkv.dtype, device=qkv.device)
     if sequences * steps:
         _kda_step[(heads, sequences)](

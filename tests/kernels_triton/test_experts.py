@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.experts import pack_experts
+from kernels.experts import pack_experts, packed_experts
 from kernels.moe import grouped_experts
 from kernels.testing import fenced, relative_error
 
@@ -43,7 +43,7 @@ def run(args: dict[str, Any], total: int, **options: Any) -> Tensor:
 
     w13, w2 = pack_experts(args["w13_packed"], args["w13_scale"], True), pack_experts(args["w2_packed"], args["w2_scale"], False)
     plain = (args["x"], args["ids"], args["weights"], w13, w2, args["first_expert"], total, args["beta"], args["linear_beta"])
-    return launch(*plain, **options)
+    return launch(*plain, **options) if options else packed_experts(*plain)
 
 
 def exact(args: dict[str, Any]) -> Tensor:
@@ -76,6 +76,12 @@ def test_refuses_scales_out_of_range(generator: torch.Generator) -> None:
     args["w13_scale"][0, 3, 1] = 129
     with pytest.raises(ValueError, match="scale: byte 129, expected at most 128"):
         pack_experts(args["w13_packed"], args["w13_scale"], True)
+
+
+def test_refuses_what_does_not_fit(generator: torch.Generator) -> None:
+    args = inputs(generator, 2, 1, 2, 2, width=128, inner=128, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"x: shape \[2, 64\], expected \[\*, 128\]"):
+        run({**args, "x": args["x"][:, :64]}, 2)
 
 
 @pytest.mark.gpu
