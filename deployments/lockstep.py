@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from model.parallel import Links
 
-INLINE_BYTES = 4096
+INLINE_BYTES = 32 * 1024  # 256 decoding rows; a second collective costs more than these bytes
 LENGTH_BYTES = 8
 
 

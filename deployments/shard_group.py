@@ -32,10 +32,13 @@ REUNION_S = 25.0  # a rank that waits for a peer which died on its way to a reun
 class ShardGroup:
     """An `engine.executor.Executor`. Create with `await ShardGroup.start(...)`, end with `await close()`."""
 
-    def __init__(self, spec: ShardSpec, actors: list[Any], placement_group: PlacementGroup | None) -> None:
+    def __init__(
+        self, spec: ShardSpec, actors: list[Any], placement_group: PlacementGroup | None, build: Callable[..., Any] | None = None
+    ) -> None:
         self._spec = spec
         self._actors = actors
         self._placement_group = placement_group
+        self._build = build
         self.epoch = 0  # of the present group: states that another one wrote are gone
         self.bytes_loaded: list[int] = []  # by rank, when the group was last formed
         self.replaced = 0  # actors so far
@@ -46,10 +49,15 @@ class ShardGroup:
         self._watchers: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def start(cls, spec: ShardSpec, placement_group: PlacementGroup | None = None) -> ShardGroup:
-        """Places, joins and loads all shards. Raises ConfigError/CheckpointError for what the operator must mend, ShardLost otherwise."""
+    async def start(
+        cls, spec: ShardSpec, placement_group: PlacementGroup | None = None, build: Callable[..., Any] | None = None
+    ) -> ShardGroup:
+        """Places, joins and loads all shards (`build`: see `Shard.load`).
+
+        Raises ConfigError/CheckpointError for what the operator must mend, ShardLost otherwise.
+        """
         actors = [_place(spec, rank, placement_group) for rank in range(spec.shards)]
-        group = cls(spec, actors, placement_group)
+        group = cls(spec, actors, placement_group, build)
         try:
             await group._form()
         except Exception as error:
@@ -89,7 +97,7 @@ class ShardGroup:
         await _observed([a.ping.remote() for a in actors], f"{spec.shards} shard actors to be placed")
         url = await actors[0].endpoint.remote()
         await _observed([a.join.remote(url, self.epoch) for a in actors], f"{spec.shards} ranks to meet at {url}")
-        loaded = await _observed([a.load.remote() for a in actors], f"weights of {spec.model_dir}")
+        loaded = await _observed([a.load.remote(self._build) for a in actors], f"weights of {spec.model_dir}")
         self.bytes_loaded = [nbytes for _, nbytes in loaded]
         logger.info(
             "shards ready: %d (tp=%d, groups=%d), %d bytes of weights in %.1f s",
