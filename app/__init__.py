@@ -28,7 +28,7 @@ def deployment(config: ServiceConfig) -> "Application":
     plan = resolve(config)
     shards = plan.engine.shards
     requests = (plan.engine.engine.max_running + plan.engine.engine.max_queued) * shards.num_groups
-    engine = serve.deployment(EngineReplica).options(
+    engine = serve.deployment(EngineReplica).options(  # type: ignore[attr-defined]  # Serve's overloads
         name="engine",
         num_replicas=config.replicas,
         max_ongoing_requests=2 * requests + 8,  # the engine's own queue answers 429; Serve's must not bound it
@@ -39,7 +39,7 @@ def deployment(config: ServiceConfig) -> "Application":
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=30,
     )
-    ingress = Ingress.options(
+    ingress = Ingress.options(  # type: ignore[attr-defined]
         max_ongoing_requests=4 * requests * config.replicas + 64,
         ray_actor_options={"num_cpus": 0.1},
         health_check_period_s=5,

@@ -41,7 +41,7 @@ OPEN = ""  # the tenant of an open server: programs inside the cluster have no k
 class Ingress:
     """Holds no state that matters: conversations live in the engine and its stores."""
 
-    async def __init__(self, engine: DeploymentHandle, config: ServiceConfig, served: Served) -> None:
+    async def __init__(self, engine: DeploymentHandle, config: ServiceConfig, served: Served) -> None:  # type: ignore[misc]  # Serve awaits it
         self._served = served
         self._config = config
         self._engine = RoutedEngineClient(engine, ray.util.get_node_ip_address(), config.failover_timeout_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,5 +54,6 @@ class BundleCounters:
     bundles_lost: int = 0
 
     def snapshot(self) -> BundleStats:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return BundleStats(**{k: dict(v) if isinstance(v, Counter) else v for k, v in values.items()})
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        counts: dict[str, Any] = {name: dict(value) for name, value in values.items() if isinstance(value, Counter)}
+        return BundleStats(**values | counts)

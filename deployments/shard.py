@@ -27,7 +27,7 @@ logger = logging.getLogger("ray.serve")
 KEEPALIVE = b"-"  # no plan is this short
 
 
-@ray.remote(concurrency_groups={"step": 1, "state": 1, "control": 2}, max_restarts=0)
+@ray.remote(concurrency_groups={"step": 1, "state": 1, "control": 2}, max_restarts=0)  # type: ignore[call-overload]  # Ray's stubs
 class Shard:
     """Lifecycle: `endpoint` on rank 0 → `join` on all → `load` on all → `follow` on ranks > 0, `step` on rank 0 → `abort` or `stop`.
 
@@ -135,7 +135,7 @@ class Shard:
     @ray.method(concurrency_group="step")
     def leave(self) -> None:
         """A survivor: returns when no step runs here any more."""
-        self.abort()
+        self.abort()  # type: ignore[operator]  # Ray's stubs take a decorated method for a remote one
 
     @ray.method(concurrency_group="state")
     def reset(self, epoch: int) -> None:
@@ -214,7 +214,7 @@ class Shard:
         """The first survivor that sees an error takes its group down; the error travels with its cause in words."""
         logger.exception("shard %d of %d failed", self._rank, self._spec.shards)
         traceback.clear_frames(error.__traceback__)  # they hold the groups, whose sockets must close now
-        self.abort()
+        self.abort()  # type: ignore[operator]  # Ray's stubs take a decorated method for a remote one
         return ShardLost(f"shard {self._rank} of {self._spec.shards} failed: {type(error).__name__}: {error}")
 
 

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -232,6 +232,7 @@ def _joined(chunks: Sequence[TokenChunk]) -> TokenChunk:
     )
 
 
-def _sent(outcome: asyncio.Future[object]) -> bool:
+def _sent(outcome: Awaitable[object]) -> bool:
     """Whether a NOBLOCK send went into the socket's buffer: pyzmq answers at once, through a finished future."""
+    assert isinstance(outcome, asyncio.Future)
     return not (outcome.done() and outcome.exception() is not None)

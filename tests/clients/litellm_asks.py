@@ -29,7 +29,8 @@ def main(url: str) -> None:
     found = {}
     for provider, base in (("openai", f"{url}/v1"), ("moonshot", f"{url}/v1"), ("anthropic", url)):
         messages = [{"role": "user", "content": "Weather in Rome?"}]
-        ask = {"model": f"{provider}/kimi-k3", "api_base": base, "api_key": "none", "messages": messages, "tools": [TOOL], "max_tokens": 200}
+        ask = {"model": f"{provider}/kimi-k3", "api_base": base, "api_key": "none", "messages": messages, "tools": [TOOL]}
+        ask["max_tokens"] = 200
         found[f"{provider} whole"] = understood(litellm.completion(**ask))
         chunks = list(litellm.completion(**ask, stream=True, stream_options={"include_usage": True}))
         found[f"{provider} stream"] = understood(litellm.stream_chunk_builder(chunks, messages=messages))
