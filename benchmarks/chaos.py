@@ -99,7 +99,7 @@ class Chaos:
 
         async def one(request: Request) -> list[int]:
             async with gate:
-                return [t async for chunk in self._stream(request) for t in chunk.token_ids]
+                return [t async for chunk in self.stream(request) for t in chunk.token_ids]
 
         self.expected = list(await asyncio.gather(*map(one, self.work)))
 
@@ -126,7 +126,7 @@ class Chaos:
             await counting
         return self.outcome
 
-    def _stream(self, request: Request) -> Any:
+    def stream(self, request: Request) -> Any:
         return self.handle.options(stream=True).generate.remote(
             list(request.prompt), max_tokens=request.max_tokens, sampling=request.sampling, stop_token_ids=[]
         )
@@ -140,7 +140,7 @@ class Chaos:
             usage = None
             self._last[lane] = time.monotonic()
             try:
-                async for chunk in self._stream(self.work[i]):
+                async for chunk in self.stream(self.work[i]):
                     if chunk.token_ids:
                         now = time.monotonic()
                         self._gaps[lane] = max(self._gaps.get(lane, 0.0), now - self._last[lane])
@@ -173,13 +173,13 @@ class Chaos:
             try:
                 pids = await asyncio.wait_for(_value(self.engine.shard_pids.remote()), 10)
             except Exception:  # it is being replaced: kill it again
-                await self._kill_actors("SERVE_REPLICA::k3#engine#")
+                await self.kill_actors("SERVE_REPLICA::k3#engine#")
                 return
             os.kill(self.random.choice(pids), signal.SIGKILL if kind == SHARD else signal.SIGSTOP)
         else:
-            await self._kill_actors({REPLICA: "SERVE_REPLICA::k3#engine#", HOLDER: "k3-holder-", STORE: "k3-sessions"}[kind])
+            await self.kill_actors({REPLICA: "SERVE_REPLICA::k3#engine#", HOLDER: "k3-holder-", STORE: "k3-sessions"}[kind])
 
-    async def _kill_actors(self, prefix: str) -> None:
+    async def kill_actors(self, prefix: str) -> None:
         named = [a for a in ray.util.list_named_actors(all_namespaces=True) if a["name"].startswith(prefix)]
         if named:
             actor = self.random.choice(named)

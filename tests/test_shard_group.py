@@ -137,6 +137,31 @@ async def test_a_stopped_shard_is_a_hang_within_the_bound() -> None:
         group.kill()
 
 
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_group_is_formed_again_in_place(sig: signal.Signals) -> None:
+    """The dead or hung rank gets a new actor, the others read none of their weights again, and steps give the same tokens."""
+    group = await ShardGroup.start(spec(GOLDEN / "tiny-a" / "model", tp=2, shards=4, ping_timeout_s=2.0))
+    try:
+        pids, read = await group.pids(), group.bytes_loaded
+        assert all(read)
+        first = [await group.run(endless(step, 2)) for step in range(3)]
+        lost = asyncio.Event()
+        group.on_lost = lambda error: lost.set()
+        os.kill(pids[2], sig)
+        async with asyncio.timeout(30):
+            await lost.wait()
+        await group.reform()
+        assert group.lost is None
+        assert (group.epoch, group.replaced) == (1, 1)
+        assert group.bytes_loaded == [0, 0, read[2], 0]
+        again = await group.pids()
+        assert [a == b for a, b in zip(pids, again, strict=True)] == [True, True, False, True]
+        second = [await group.run(endless(step, 2)) for step in range(3)]
+        assert [r.groups for r in second] == [r.groups for r in first]
+    finally:
+        await group.close()
+
+
 async def test_an_idle_group_outlives_the_step_timeout() -> None:
     s = spec(GOLDEN / "tiny-a" / "model", tp=1, shards=2, step_timeout_s=3.0, heartbeat_s=0.5)
     group = await ShardGroup.start(s)

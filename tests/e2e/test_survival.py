@@ -1,0 +1,155 @@
+"""Kills under streams on real Ray: whoever dies, readers get the tokens of an unbroken run. The short form of `benchmarks.chaos`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+
+from app import ServiceConfig, deployment
+from app.default_model import ensure_default_model
+from benchmarks.chaos import REPLICA, SETTINGS, SHARD, STORE, Chaos, Outcome, Request, requests
+from engine.types import SamplingParams
+from tests.compare import Reference
+from tests.e2e.serving import Server, served
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+GREEDY = SamplingParams(temperature=0)
+
+
+def assert_unbroken(outcome: Outcome) -> None:
+    """Nobody saw an error; tokens are equal, or part where two logits are closer than float noise."""
+    assert outcome.lost == []
+    assert outcome.wrong_usage == 0
+    reference = Reference(Path(ensure_default_model()))
+    for request, expected, got in outcome.wrong:
+        assert len(got) == len(expected)
+        at = next(i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b)
+        assert request.sampling.temperature == 0, f"a sampled stream parts at {at}"
+        assert reference.near_tie(request.prompt, expected, at) is not None, f"parts at {at}"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with served(**SETTINGS, durable_url=f"file://{tmp_path_factory.mktemp('durable')}") as running:
+        yield running
+
+
+async def report(handle: Any) -> Any:
+    for _ in range(120):
+        reports = await handle.broadcast("report").results_async()
+        if reports:
+            return reports[0]
+        await asyncio.sleep(0.5)
+    raise AssertionError("no engine replica answers")
+
+
+async def test_three_kinds_of_kill(server: Server) -> None:
+    chaos = Chaos("k3", requests(8, seed=3, vocab=700, tokens=(80, 160)), seed=3)
+    await chaos.reference(4)
+    outcome = await chaos.run(4, (SHARD, REPLICA, STORE))
+    assert_unbroken(outcome)
+    assert outcome.kills == {SHARD: 1, REPLICA: 1, STORE: 1}
+    assert outcome.counters["imports"] >= 1, "streams went on from stored states, not from the beginning"
+    assert outcome.counters["recoveries"] >= 1 or outcome.counters["shards_replaced"] == 0
+
+
+async def test_a_dead_holders_states_come_from_the_durable_tier(server: Server) -> None:
+    chaos = Chaos("k3", [Request(tuple(range(7, 150)), 400, GREEDY)], seed=1)
+    await chaos.reference(1)
+    [expected] = chaos.expected
+    got: list[int] = []
+    killed = False
+    async for chunk in chaos.stream(chaos.work[0]):
+        got += chunk.token_ids
+        if len(got) >= 250 and not killed:
+            killed = True
+            for holder in [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["name"].startswith("k3-holder-")]:
+                actor = ray.get_actor(holder, namespace="serve")
+                await actor.flush.remote()
+                await chaos.kill_actors("k3-holder-")
+            [pid, *_] = await chaos.engine.shard_pids.remote()
+            os.kill(pid, signal.SIGKILL)
+    assert got == expected
+    bundles = (await report(chaos.engine)).bundles
+    assert bundles.imports.get("durable", 0) >= 1
+    assert bundles.import_misses == {}
+
+
+async def test_only_the_dead_shard_is_replaced(server: Server) -> None:
+    chaos = Chaos("k3", [Request((1, 2, 3), 60, GREEDY)], seed=1)
+    await chaos.reference(1)
+    before = (await report(chaos.engine)).bundles
+    os.kill((await chaos.engine.shard_pids.remote())[1], signal.SIGKILL)
+    assert [t async for chunk in chaos.stream(chaos.work[0]) for t in chunk.token_ids] == chaos.expected[0]
+    after = (await report(chaos.engine)).bundles
+    assert (after.recoveries - before.recoveries, after.shards_replaced - before.shards_replaced) == (1, 1)
+
+
+def test_sessions_are_there_after_a_restart_of_the_whole_cluster(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "durable_url": f"file://{tmp_path}"}
+    ask = {"model": "kimi-k3", "messages": [{"role": "user", "content": "Tell a long story. " * 20}], "max_tokens": 40, "temperature": 0}
+    with served(**settings) as first:
+        answer = first.post("/v1/chat/completions", ask, headers={"x-session-id": "book"}).json()
+        holders = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["name"].startswith("k3-")]
+        for name in holders:
+            ray.get(ray.get_actor(name, namespace="serve").flush.remote())
+    more = {**ask, "messages": [*ask["messages"], answer["choices"][0]["message"], {"role": "user", "content": "Go on."}]}  # type: ignore[misc]
+    with served(**settings) as second:
+        again = second.post("/v1/chat/completions", more, headers={"x-session-id": "book"}).json()
+        cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= answer["usage"]["prompt_tokens"] - 1, "nothing of the first turn is computed again"
+        metrics = second.get("/metrics").text
+        assert "k3_state_imports_total{replica=" in metrics
+        assert 'source="durable"' in metrics
+
+
+@pytest.fixture
+def three_nodes(tmp_path: Path) -> Iterator[Cluster]:
+    """A head that has room for the ingress alone; two nodes that hold one replica each, started after the ingress."""
+    quick = {
+        "health_check_initial_delay_ms": 500,
+        "health_check_period_ms": 500,
+        "health_check_timeout_ms": 2000,
+        "health_check_failure_threshold": 4,
+    }
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 0.5, "object_store_memory": 128 << 20, "_system_config": quick, "include_dashboard": False},
+    )
+    ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
+    try:
+        yield cluster
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        cluster.shutdown()
+
+
+async def test_a_node_is_lost(three_nodes: Cluster, tmp_path: Path) -> None:
+    """The worker node with the replica, its shards, its objects and its holder goes at once; the stream goes on on the other one."""
+    config = ServiceConfig.model_validate({**SETTINGS, "shard_num_cpus": 1, "durable_url": f"file://{tmp_path}"})
+    serve.start(proxy_location="Disabled")
+    serve._run(deployment(config), name="k3", route_prefix=None, _blocking=False)
+    first = three_nodes.add_node(num_cpus=3, object_store_memory=128 << 20)
+    chaos = Chaos("k3", [Request(tuple(range(7, 150)), 300, GREEDY)], seed=1)
+    await chaos.reference(1)
+    three_nodes.add_node(num_cpus=3, object_store_memory=128 << 20)
+    three_nodes.wait_for_nodes()
+    got: list[int] = []
+    killed = False
+    async for chunk in chaos.stream(chaos.work[0]):
+        got += chunk.token_ids
+        if len(got) >= 200 and not killed:
+            killed = True
+            three_nodes.remove_node(first, allow_graceful=False)
+    assert got == chaos.expected[0]
+    assert (await report(chaos.engine)).bundles.imports.get("durable", 0) == 1
