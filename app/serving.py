@@ -62,7 +62,7 @@ def run(config: ServiceConfig, *, host: str, port: int) -> None:
             console.print(
                 f"ready in {time.monotonic() - begin:.0f} s: http://{host}:{port}/v1 serves {config.served_model_name} "
                 f"({config.replicas} x {config.shards} shards, tp={config.tp_size}; {serve_modes.running_mode()} mode). "
-                f"Logs: {LOGS}. Ctrl-C stops.",
+                f"Ray is at {ray.get_runtime_context().gcs_address}, logs in {LOGS}. Ctrl-C stops.",
                 highlight=False,
                 soft_wrap=True,
             )
