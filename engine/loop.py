@@ -294,7 +294,8 @@ class EngineLoop:
             self._idle.set()
         self._wake.clear()
         try:
-            await asyncio.wait_for(self._wake.wait(), self._check_after_s)
+            async with asyncio.timeout(self._check_after_s):  # not wait_for: it swallows a cancellation that meets a wake-up
+                await self._wake.wait()
         except TimeoutError:
             for scheduler in self.schedulers:
                 scheduler.check()

@@ -247,6 +247,20 @@ async def test_a_request_without_room_goes_on_when_a_pin_is_taken_off() -> None:
     await loop.stop()
 
 
+async def test_a_loop_that_is_woken_and_stopped_at_once_does_stop() -> None:
+    ends = Ends()
+    loop = loop_on(FakeExecutor(num_pages=128, num_slots=32, page_size=4), ends)
+    loop.submit(GenerateRequest(request_id="r", prompt=tuple(PROMPT), max_tokens=2, sampling=GREEDY))
+    await until(lambda: "r" in ends.finished)
+    for _ in range(5):  # it sleeps
+        await asyncio.sleep(0)
+    checkpoint = loop.pin(0, ends.written[-1][1].lineage.at(ends.written[-1][1].position))
+    assert checkpoint is not None
+    loop.unpin(0, checkpoint)
+    async with asyncio.timeout(5):
+        await loop.stop()
+
+
 async def test_an_aborted_loop_tells_at_once_and_gives_its_requests_away() -> None:
     gate, ends = asyncio.Semaphore(4), Ends()
     loop = loop_on(FakeExecutor(num_pages=128, num_slots=32, page_size=4, gate=gate), ends)
