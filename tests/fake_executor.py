@@ -99,6 +99,26 @@ class FakeGroup:
         results = [self._step(step) for step in plan.rows]
         return GroupResult(rows=tuple(r for r in results if r is not None))
 
+    def export(self, slot: int, pages: Sequence[int], position: int) -> Stored:
+        """A checkpoint's state and cells; raises Misuse when they are not of that position."""
+        written = self.slots[slot]
+        _require(written is not None and written[0] == position, f"slot {slot} holds {written}, not the state at {position}")
+        cells = [cell for page in pages for cell in self.pages[page]][:position]
+        _require(len(cells) == position, f"{len(pages)} pages do not cover {position} tokens")
+        _require(all(cell is not None for cell in cells), f"pages {pages} were never written up to {position}")
+        _require(written is not None and cells[-1] == written[1], f"pages {pages} and slot {slot} are of different prefixes")
+        return Stored(position, written[1], tuple(cells))  # type: ignore[index, arg-type]
+
+    def restore(self, slot: int, pages: Sequence[int], stored: Stored) -> None:
+        """Into a reservation; raises Misuse when a live row owns any of it."""
+        owners = [r.new.slot for r in self.rows.values()]
+        _require(slot not in owners, f"slot {slot} of a live row is restored over")
+        used = {page for r in self.rows.values() for page in r.pages}
+        _require(not used & set(pages), f"pages {sorted(used & set(pages))} of a live row are restored over")
+        self.slots[slot] = (stored.position, stored.state)
+        for position, cell in enumerate(stored.cells):
+            self.pages[pages[position // self.page_size]][position % self.page_size] = cell
+
     def _copy(self, copy: Copy) -> None:
         if copy.kind == "slot":
             _require(self.slots[copy.src] is not None, f"slot {copy.src} is copied but was never written")
@@ -181,6 +201,15 @@ class FakeGroup:
             state = digest(state, token)
             cell = self.pages[row.pages[position // self.page_size]][position % self.page_size]
             _require(cell == state, f"page {row.pages[position // self.page_size]} does not hold the row's position {position}")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the toy model exports of one prefix."""
+
+    position: int
+    state: bytes
+    cells: tuple[bytes, ...]
 
 
 class FakeExecutor:
