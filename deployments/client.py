@@ -78,7 +78,8 @@ class RoutedEngineClient:
         try:
             while not finished:
                 try:
-                    chunk = await asyncio.wait_for(stream.get(), patience_s)
+                    async with asyncio.timeout(patience_s):
+                        chunk = await stream.get()
                 except TimeoutError:
                     raise ReplicaLost("no engine replica took the stream in time") from None
                 patience_s = None
