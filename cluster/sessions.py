@@ -50,6 +50,7 @@ class Found:
 
     at: BundleAt
     holders: tuple[str, ...]
+    guess: bool = False  # nobody said that it exists
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from engine.bundle import StateBundle
 from engine.errors import DurableError, EngineFailure
 from engine.lineage import Lineage
 from engine.loop import EngineLoop
+from engine.session import BundleAt
 from engine.types import GenerateRequest
 
 logger = logging.getLogger("ray.serve")
@@ -37,6 +38,7 @@ class Importer:
     def __init__(self, spec: EngineSpec, state: StateSpec, shards: Shards, tier: Tier, counters: BundleCounters) -> None:
         self._fingerprint = spec.fingerprint
         self._block = spec.engine.block_size
+        self._checkpoint_every = spec.engine.checkpoint_decode_interval
         self._state = state
         self._shards = shards
         self._tier = tier
@@ -60,15 +62,26 @@ class Importer:
             return self._miss("store_down")
         fitting = [f for f in found if have < f.at.position <= limit and lineage.at(f.at.position).hex() == f.at.lineage]
         reason: str | None = None
-        for candidate in fitting[:TRIES]:
+        for candidate in [*fitting[:TRIES], *self._guesses(request, lineage, fitting)]:
             if candidate.at.position - have < self._least(request):
-                break
+                continue
             outcome = await self._restore(loop, group, lineage, candidate, epoch)
             if isinstance(outcome, StateBundle):
                 return outcome
+            if candidate.guess and outcome == "lost":
+                continue
             reason = reason or outcome
             self._miss(outcome)
         return reason
+
+    def _guesses(self, request: GenerateRequest, lineage: Lineage, known: list[Found]) -> list[Found]:
+        """Where a moved stream left states by rule, for the durable tier: a node's loss can take those along who knew of them."""
+        if self._state.durable_url is None or not request.generated:
+            return []
+        every, prompt_end = self._checkpoint_every, len(request.prompt) - 1
+        positions = [*range((len(lineage) - 1) // every * every, prompt_end, -every)[:TRIES], prompt_end]
+        told = {f.at.position for f in known}
+        return [Found(BundleAt(position=p, lineage=lineage.at(p).hex()), (), guess=True) for p in positions if p and p not in told]
 
     def _least(self, request: GenerateRequest) -> int:
         """Tokens that an import must save. Of a session every block counts: its state is near and will be asked for again."""

@@ -90,8 +90,9 @@ class StateTier:
 
         Raises DurableError for a durable tier that failed.
         """
-        near_first = sorted(found.holders, key=lambda name: name != self.local) or [self.local]
-        for name in near_first:
+        others = [name for name in found.holders if name != self.local]
+        last = [self.local] if self.local not in found.holders else []  # it looks into the durable tier too
+        for name in [*([] if last else [self.local]), *others, *last]:
             try:
                 holder = self._holders.get(name) or ray.get_actor(name, namespace=NAMESPACE)
                 fetched = await asyncio.wait_for(_value(holder.fetch.remote(found.at.lineage)), timeout_s)

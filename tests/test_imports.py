@@ -384,3 +384,17 @@ async def test_the_end_of_a_sessions_turn_is_always_kept() -> None:
     assert tier.bundles == {}
     await engine.run(ask(name="turn", max_tokens=6, session="s"))
     assert [at.position for at in tier.sessions["s"]] == [46]
+
+
+async def test_a_moved_stream_finds_its_states_by_rule_when_nobody_knows_of_them() -> None:
+    tier = ToyTier()
+    await Engine(tier).run(ask())
+    tier.index = []  # the holder, the store and their node are gone; the durable tier is not
+    engine = Engine(tier, durable_url="s3://bucket/k3")
+    tokens, _ = await engine.run(ask(generated=tuple(EXPECTED[:18]), cached_tokens=0))
+    assert tokens == EXPECTED[18:]
+    assert (engine.counters.imports, engine.counters.import_misses) == ({"store": 1}, {})
+    assert engine.loop.stats().tokens_resumed == 56
+    empty = Engine(ToyTier(), durable_url="s3://bucket/k3")
+    tokens, _ = await empty.run(ask(generated=tuple(EXPECTED[:18]), cached_tokens=0))
+    assert (tokens, empty.counters.import_misses) == (EXPECTED[18:], {})

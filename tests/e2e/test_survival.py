@@ -37,6 +37,67 @@ def assert_unbroken(outcome: Outcome) -> None:
         assert reference.near_tie(request.prompt, expected, at) is not None, f"parts at {at}"
 
 
+def test_sessions_are_there_after_a_restart_of_the_whole_cluster(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "durable_url": f"file://{tmp_path}"}
+    ask = {"model": "kimi-k3", "messages": [{"role": "user", "content": "Tell a long story. " * 20}], "max_tokens": 40, "temperature": 0}
+    with served(**settings) as first:
+        answer = first.post("/v1/chat/completions", ask, headers={"x-session-id": "book"}).json()
+        holders = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["name"].startswith("k3-")]
+        for name in holders:
+            ray.get(ray.get_actor(name, namespace="serve").flush.remote())
+    more = {**ask, "messages": [*ask["messages"], answer["choices"][0]["message"], {"role": "user", "content": "Go on."}]}  # type: ignore[misc]
+    with served(**settings) as second:
+        again = second.post("/v1/chat/completions", more, headers={"x-session-id": "book"}).json()
+        cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= answer["usage"]["prompt_tokens"] - 1, "nothing of the first turn is computed again"
+        metrics = second.get("/metrics").text
+        assert "k3_state_imports_total{replica=" in metrics
+        assert 'source="durable"' in metrics
+
+
+@pytest.fixture
+def three_nodes(tmp_path: Path) -> Iterator[Cluster]:
+    """A head that has room for the ingress alone; two nodes that hold one replica each, started after the ingress."""
+    quick = {
+        "health_check_initial_delay_ms": 500,
+        "health_check_period_ms": 500,
+        "health_check_timeout_ms": 2000,
+        "health_check_failure_threshold": 4,
+    }
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 1, "object_store_memory": 128 << 20, "_system_config": quick, "include_dashboard": False},
+    )
+    ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
+    try:
+        yield cluster
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        cluster.shutdown()
+
+
+async def test_a_node_is_lost(three_nodes: Cluster, tmp_path: Path) -> None:
+    """The worker node with the replica, its shards, its objects and its holder goes at once; the stream goes on on the other one."""
+    config = ServiceConfig.model_validate({**SETTINGS, "shard_num_cpus": 2, "durable_url": f"file://{tmp_path}"})
+    serve.start(proxy_location="Disabled")
+    serve._run(deployment(config), name="k3", route_prefix=None, _blocking=False)
+    first = three_nodes.add_node(num_cpus=5, object_store_memory=128 << 20)
+    chaos = Chaos("k3", [Request(tuple(range(7, 150)), 300, GREEDY)], seed=1)
+    await chaos.reference(1)
+    three_nodes.add_node(num_cpus=5, object_store_memory=128 << 20)
+    three_nodes.wait_for_nodes()
+    got: list[int] = []
+    killed = False
+    async for chunk in chaos.stream(chaos.work[0]):
+        got += chunk.token_ids
+        if len(got) >= 200 and not killed:
+            killed = True
+            three_nodes.remove_node(first, allow_graceful=False)
+    assert got == chaos.expected[0]
+    assert (await report(chaos.engine)).bundles.imports.get("durable", 0) == 1
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with served(**SETTINGS, durable_url=f"file://{tmp_path_factory.mktemp('durable')}") as running:
@@ -92,64 +153,3 @@ async def test_only_the_dead_shard_is_replaced(server: Server) -> None:
     assert [t async for chunk in chaos.stream(chaos.work[0]) for t in chunk.token_ids] == chaos.expected[0]
     after = (await report(chaos.engine)).bundles
     assert (after.recoveries - before.recoveries, after.shards_replaced - before.shards_replaced) == (1, 1)
-
-
-def test_sessions_are_there_after_a_restart_of_the_whole_cluster(tmp_path: Path) -> None:
-    settings = {**SETTINGS, "durable_url": f"file://{tmp_path}"}
-    ask = {"model": "kimi-k3", "messages": [{"role": "user", "content": "Tell a long story. " * 20}], "max_tokens": 40, "temperature": 0}
-    with served(**settings) as first:
-        answer = first.post("/v1/chat/completions", ask, headers={"x-session-id": "book"}).json()
-        holders = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["name"].startswith("k3-")]
-        for name in holders:
-            ray.get(ray.get_actor(name, namespace="serve").flush.remote())
-    more = {**ask, "messages": [*ask["messages"], answer["choices"][0]["message"], {"role": "user", "content": "Go on."}]}  # type: ignore[misc]
-    with served(**settings) as second:
-        again = second.post("/v1/chat/completions", more, headers={"x-session-id": "book"}).json()
-        cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert cached >= answer["usage"]["prompt_tokens"] - 1, "nothing of the first turn is computed again"
-        metrics = second.get("/metrics").text
-        assert "k3_state_imports_total{replica=" in metrics
-        assert 'source="durable"' in metrics
-
-
-@pytest.fixture
-def three_nodes(tmp_path: Path) -> Iterator[Cluster]:
-    """A head that has room for the ingress alone; two nodes that hold one replica each, started after the ingress."""
-    quick = {
-        "health_check_initial_delay_ms": 500,
-        "health_check_period_ms": 500,
-        "health_check_timeout_ms": 2000,
-        "health_check_failure_threshold": 4,
-    }
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 0.5, "object_store_memory": 128 << 20, "_system_config": quick, "include_dashboard": False},
-    )
-    ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
-    try:
-        yield cluster
-    finally:
-        serve.shutdown()
-        ray.shutdown()
-        cluster.shutdown()
-
-
-async def test_a_node_is_lost(three_nodes: Cluster, tmp_path: Path) -> None:
-    """The worker node with the replica, its shards, its objects and its holder goes at once; the stream goes on on the other one."""
-    config = ServiceConfig.model_validate({**SETTINGS, "shard_num_cpus": 1, "durable_url": f"file://{tmp_path}"})
-    serve.start(proxy_location="Disabled")
-    serve._run(deployment(config), name="k3", route_prefix=None, _blocking=False)
-    first = three_nodes.add_node(num_cpus=3, object_store_memory=128 << 20)
-    chaos = Chaos("k3", [Request(tuple(range(7, 150)), 300, GREEDY)], seed=1)
-    await chaos.reference(1)
-    three_nodes.add_node(num_cpus=3, object_store_memory=128 << 20)
-    three_nodes.wait_for_nodes()
-    got: list[int] = []
-    killed = False
-    async for chunk in chaos.stream(chaos.work[0]):
-        got += chunk.token_ids
-        if len(got) >= 200 and not killed:
-            killed = True
-            three_nodes.remove_node(first, allow_graceful=False)
-    assert got == chaos.expected[0]
-    assert (await report(chaos.engine)).bundles.imports.get("durable", 0) == 1
