@@ -12,10 +12,17 @@ for Python clients is in the README ("Python clients").
 
 import os
 import socket
+import sys
+from pathlib import Path
+
+from engine.errors import ConfigError
 
 THROUGHPUT = "RAY_SERVE_THROUGHPUT_OPTIMIZED"
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 HA_PROXY_PORTS = {"RAY_SERVE_HAPROXY_METRICS_PORT": 9101, "RAY_SERVE_HAPROXY_STATS_PORT": 8404}  # and Ray's defaults
+# Ray's name for "not on a cluster": a Ray that is started so listens on the loopback interface only. Its ports run anybody's code.
+NO_CLUSTER = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")  # written by `ray start`
 MODES = {"default": {}, "throughput": {THROUGHPUT: "1"}, "haproxy": {THROUGHPUT: "1", HA_PROXY: "1"}}
 
 
@@ -27,9 +34,21 @@ def switch_on(mode: str) -> None:
         for name, port in HA_PROXY_PORTS.items():
             if name not in os.environ and not _free(port):
                 os.environ[name] = str(_free_port())  # another Serve of this machine has it, and HAProxy would not start
-    # Ray writes a token file into the home directory unless told; a laptop's local cluster listens on loopback only.
+    if "ray" not in sys.modules and _starts_its_own():
+        os.environ.setdefault(*NO_CLUSTER)
+    # Ray writes a token file into the home directory unless told.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S", "5")
+
+
+def check_free(host: str, port: int) -> None:
+    """Raises ConfigError: Serve would log a busy port and go on."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port") from None
 
 
 def running_mode() -> str:
@@ -37,6 +56,12 @@ def running_mode() -> str:
     if os.environ.get(HA_PROXY) == "1":
         return "haproxy"
     return "throughput" if os.environ.get(THROUGHPUT) == "1" else "default"
+
+
+def _starts_its_own() -> bool:
+    """No cluster is named, and none was started here with `ray start`."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    return address == "local" or (not address and not CURRENT_CLUSTER.exists())
 
 
 def _free(port: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -20,9 +19,9 @@ from rich.progress import Progress
 from app import deployment, serve_modes
 from app.config import ServiceConfig
 from app.resolve import resolve
-from app.score import read_prompts, score, score_spec, write_logits
+from app.score import Prompts, score, score_spec, write_logits
 from deployments.shard_group import ShardGroup
-from engine.errors import ConfigError, EngineFailure
+from engine.errors import EngineFailure
 
 LOGS = "/tmp/ray/session_latest/logs"  # where Ray keeps them
 OBJECT_STORE_BYTES = 512 * 2**20
@@ -51,8 +50,6 @@ def local_ray() -> Iterator[None]:
 def run(config: ServiceConfig, *, host: str, port: int) -> None:
     """Serves until SIGINT or SIGTERM, then drains and leaves Ray. Raises K3Error for what is refused at start."""
     begin = time.monotonic()
-    resolve(config, gpus=config.shards * config.replicas)  # refuse what can be refused before Ray starts
-    _check_free(host, port)
     stop = threading.Event()
     with local_ray():
         for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which installs handlers of its own
@@ -82,19 +79,8 @@ def _deploy(application: serve.Application, host: str, port: int) -> None:
             raise EngineFailure(f"the service did not start: {str(error).strip().splitlines()[-1]} (logs: {LOGS}/serve)") from None
 
 
-def _check_free(host: str, port: int) -> None:
-    """Serve would log a busy port and go on."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port") from None
-
-
-async def score_prompts(config: ServiceConfig, prompts: Path, out: Path, chunk: int) -> None:
+async def score_prompts(config: ServiceConfig, named: Prompts, out: Path, chunk: int) -> None:
     """`k3 score`. Raises K3Error."""
-    named = read_prompts(prompts, resolve(config, gpus=config.shards).served.vocab_size)  # refuse before Ray starts
     with local_ray():
         spec = score_spec(resolve(config).engine.shards, named)
         group = await ShardGroup.start(spec)

@@ -13,7 +13,11 @@ import argparse
 import asyncio
 import os
 
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # as `k3 serve` starts Ray; leave it out where your cluster wants a token
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--address", default="auto", help="Ray's address; auto = the Ray that `k3 serve` started on this machine")
+address = parser.parse_args().address
+if address == "auto" or address.startswith("127."):  # as `k3 serve` starts Ray: on the loopback interface, without a token
+    os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "disabled"}
 
 import ray
 from ray import serve
@@ -40,7 +44,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--address", default="auto", help="Ray's address; auto = the Ray of this machine")
-    ray.init(address=parser.parse_args().address, namespace="serve", log_to_driver=False, logging_level="WARNING")
+    ray.init(address=address, namespace="serve", log_to_driver=False, logging_level="WARNING")
     asyncio.run(main())

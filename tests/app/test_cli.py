@@ -113,6 +113,17 @@ def test_score_names_the_faulty_prompt(tmp_path: Path, prompts: str, message: st
     assert not (tmp_path / "out").exists()
 
 
+def test_a_refusal_leaves_ray_alone() -> None:
+    """Ray reads its switches when it is imported: in a process that has only refused, neither has happened."""
+    code = (
+        "import os, sys; from typer.testing import CliRunner; from app.cli import cli; before = dict(os.environ)\n"
+        "for words in (['serve', 'model=/nowhere'], ['serve', 'tp=7'], ['score', '--model', '/x', '--prompts', '/x', '--out', '/x']):\n"
+        "    assert CliRunner().invoke(cli, words).exit_code == 2\n"
+        "sys.exit('ray' in sys.modules or dict(os.environ) != before)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 # -- talking
 
 

@@ -23,6 +23,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parent.parent.parent
 READY = re.compile(r"ready in \d+ s: (?P<url>http://[\d.:]+)/v1 serves kimi-k3 .*haproxy mode.*Ray is at (?P<ray>[\d.:]+),")
 GIB = 2**30
+LISTENING = "0A"  # in /proc/net/tcp
+HA_PROXY_PORTS = {9101, 8404}  # its statistics, on every interface: Ray has no setting for the address
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,24 @@ def family(pid: int) -> set[int]:
     return found
 
 
+def open_ports(pids: set[int]) -> set[int]:
+    """TCP ports that these processes listen on and that other machines can reach."""
+    sockets = set()
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                sockets.add(os.readlink(descriptor))
+            except OSError:
+                continue
+    ports = set()
+    for line in [*Path("/proc/net/tcp").read_text().splitlines()[1:], *Path("/proc/net/tcp6").read_text().splitlines()[1:]]:
+        local, state, inode = (line.split()[place] for place in (1, 3, 9))
+        address, port = local.split(":")
+        if state == LISTENING and f"socket:[{inode}]" in sockets and not address.endswith("0100007F"):
+            ports.add(int(port, 16))
+    return ports
+
+
 def resident_bytes(pids: set[int]) -> int:
     pages = [int((Path("/proc") / str(pid) / "statm").read_text().split()[1]) for pid in pids if (Path("/proc") / str(pid)).exists()]
     return sum(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -92,6 +112,7 @@ def test_from_start_to_stop() -> None:
         said = subprocess.run(example, capture_output=True, text=True, timeout=120, check=True).stdout
         assert "completion_tokens=8" in said
         members = family(started.process.pid)
+        assert open_ports(members) <= HA_PROXY_PORTS, "everything else listens on the loopback interface"
         assert len(members) > 5, "Ray, Serve, two shards"
         assert resident_bytes(members) < 6 * GIB
     assert started.process.returncode == 0
