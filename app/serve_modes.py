@@ -7,7 +7,7 @@
 | haproxy | the same behind HAProxy instead of Serve's proxy | + RAY_SERVE_ENABLE_HA_PROXY |
 
 They must be set on every node before Ray starts there; `k3 serve`, `make serve` and the manifests do that. What a fast mode changes
-for Python clients is in the README ("Python clients").
+for Python clients is in the README ("How Serve is run").
 """
 
 import os
