@@ -88,9 +88,11 @@ HELP = {
 
 
 class Health:
-    def __init__(self, engine: DeploymentHandle, model: str) -> None:
+    def __init__(self, engine: DeploymentHandle, model: str, histories: Mapping[str, int]) -> None:
+        """`histories`: this ingress's count of requests by what came back of their thinking."""
         self._engine = engine
         self._model = model
+        self._histories = histories
 
     async def report(self) -> Response:
         """200 when every engine replica answers and has its shards, 503 otherwise; the mode Serve runs in is part of it."""
@@ -109,7 +111,7 @@ class Health:
     async def metrics(self) -> Response:
         """Prometheus text: the engines' counters and levels, labelled by replica."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families(await self._ask()))
+        registry.register(_Families(await self._ask(), self._histories))
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _ask(self) -> list[ReplicaReport]:
@@ -120,14 +122,21 @@ class Health:
 
 
 class _Families(Collector):
-    def __init__(self, reports: list[ReplicaReport]) -> None:
+    def __init__(self, reports: list[ReplicaReport], histories: Mapping[str, int]) -> None:
         self._reports = reports
+        self._histories = histories
 
     def collect(self) -> list[Metric]:
         """Of engines and of states that moved by replica, of stores by node (replicas of one node share its holder)."""
         names = [r.replica for r in self._reports]
         holders = {r.holder.node: r.holder for r in self._reports if r.holder is not None}
+        histories = CounterMetricFamily(
+            "k3_thinking_history", "chat requests of this ingress, by what came back of their thinking", labels=["state"]
+        )
+        for state, count in sorted(self._histories.items()):
+            histories.add_metric([state], count)
         return [
+            histories,
             *_families("k3", "replica", EngineStats, dict(zip(names, (r.stats for r in self._reports), strict=True))),
             *_families("k3_state", "replica", BundleStats, dict(zip(names, (r.bundles for r in self._reports), strict=True))),
             *_families("k3_store", "node", HolderStats, holders),

@@ -45,7 +45,6 @@ class Ingress:
         self._served = served
         self._config = config
         self._engine = RoutedEngineClient(engine, ray.util.get_node_ip_address(), config.failover_timeout_s)
-        self._health = Health(engine, config.served_model_name)
         sessions = SessionActor.from_config(config) if config.state_store else None
         self._desk = SessionDesk(
             sessions,
@@ -61,6 +60,7 @@ class Ingress:
             stop_ids=served.eos_token_ids,
             sessions=sessions,
         )
+        self._health = Health(engine, config.served_model_name, self._service.histories)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_api(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -75,6 +76,7 @@ class Service:
         self._model = model
         self._limits = limits or Limits()
         self._prices = prices or {}
+        self.histories: Counter[str] = Counter()  # requests by what came back of their thinking
         self._created = int(time.time())
 
     @classmethod
@@ -286,6 +288,8 @@ class Service:
             ]
             meter = Meter([len(job.prompt.ids)], len(job.requests))
             bill = _bill(price_for(model, self._prices), begun, job.history, repaired=job.repaired)
+            if job.history is not None:
+                self.histories["repaired" if job.repaired else job.history.state.value] += 1
 
             async def recorded(transcript: Transcript, past: Past) -> Outcome:
                 turned = job.turned

@@ -65,6 +65,18 @@ def test_the_openai_client_streams(server: Server) -> None:
     assert [m.id for m in client.models.list()] == ["kimi-k3"]
 
 
+def test_whether_the_thinking_came_back_is_a_metric(server: Server) -> None:
+    def missing() -> float:
+        lines = [line for line in server.get("/metrics").text.splitlines() if line.startswith('k3_thinking_history_total{state="missing"}')]
+        return float(lines[0].rpartition(" ")[2]) if lines else 0.0
+
+    before = missing()
+    history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    answer = server.post("/v1/chat/completions", {"messages": history, "max_tokens": 2})
+    assert answer.headers["x-thinking-history"].startswith("missing")
+    assert missing() == before + 1
+
+
 def test_seeded_sampling_repeats_and_choices_differ(server: Server) -> None:
     body = {"model": "kimi-k3", "prompt": [5, 6, 7], "max_tokens": 12, "temperature": 1.0, "seed": 7, "n": 3, "return_token_ids": True}
     first, second = (server.post("/v1/completions", body).json() for _ in range(2))
