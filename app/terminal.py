@@ -38,6 +38,10 @@ def clear_errors() -> Iterator[None]:
         refuse(str(error))
     except OSError as error:
         refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except Exception as error:
+        if "timed out during startup" not in str(error):  # Ray has no type of its own for it
+            raise
+        refuse(f"Ray did not start: {str(error).splitlines()[0]}")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, as_json: bool) -> None:
