@@ -29,6 +29,7 @@ from engine.stats import EngineStats
 from engine.types import GenerateRequest, TokenChunk, Usage
 
 logger = logging.getLogger("ray.serve")
+HELLO_S = 0.02  # an ingress that has heard nothing by then is shown whom to send controls
 FLUSH_S = 15.0  # longest time that a replica which is told to end gives to the states it still has
 
 
@@ -79,8 +80,9 @@ class EngineReplica:
         entry = _Open(address, asyncio.get_running_loop().create_future())
         self._open[request.request_id] = entry
         self._by_stream[address.stream] = request.request_id
+        hello = [(address, TokenChunk(request_id=request.request_id))]
+        greeting = asyncio.get_running_loop().call_later(HELLO_S, self._sender.send, hello)
         try:
-            self._sender.send([(address, TokenChunk(request_id=request.request_id))])  # shows the ingress whom to send controls
             self._engine.submit(request)
             return await entry.done
         except K3Error as error:
@@ -89,6 +91,7 @@ class EngineReplica:
             self._engine.cancel(request.request_id)
             raise
         finally:
+            greeting.cancel()
             self._open.pop(request.request_id, None)
             self._by_stream.pop(address.stream, None)
 

@@ -14,20 +14,19 @@ import asyncio
 import logging
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import msgspec
 import zmq
-import zmq.asyncio
 
+from deployments.zmq_socket import BACKLOG, Socket
 from engine.errors import ReplicaLost
 from engine.types import TokenChunk
 
 logger = logging.getLogger("ray.serve")
 HIGH_WATER = 256  # chunks waiting for one reader before its request pauses
-SOCKET_BACKLOG = 100_000  # messages toward an ingress that does not read before it counts as gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +121,14 @@ class TokenStream:
 
 
 class TokenReceiver:
-    """The listening end, one per ingress process. `start` inside the running loop; `close` when done."""
+    """The listening end, one per ingress process. Create inside the running loop; `close` when done."""
 
     def __init__(self, host: str) -> None:
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, SOCKET_BACKLOG)
-        self._socket.setsockopt(zmq.RCVHWM, SOCKET_BACKLOG)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self._context = zmq.Context()
+        self._socket = Socket(self._context, zmq.ROUTER, self._on_message)
+        port = self._socket.raw.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
         self._streams: dict[str, TokenStream] = {}
-        self._task = asyncio.get_running_loop().create_task(self._receive())
 
     def open(self) -> TokenStream:
         stream = TokenStream(self, StreamAddress(self.endpoint, uuid.uuid4().hex))
@@ -144,41 +139,38 @@ class TokenReceiver:
         self._streams.pop(stream.address.stream, None)
 
     def send(self, peer: bytes, control: Control) -> None:
-        if not _sent(self._socket.send_multipart([peer, _encoder.encode(control)], flags=zmq.NOBLOCK)):
+        if not self._socket.send([peer, _encoder.encode(control)]):
             logger.warning("could not send %s to an engine replica", control.kind)
 
     async def close(self) -> None:
-        self._task.cancel()
         for stream in list(self._streams.values()):
             stream.fail(ReplicaLost("the ingress is shutting down"))
-        self._socket.close(linger=0)
+        self._socket.close()
         self._context.term()
 
-    async def _receive(self) -> None:
-        while True:
-            peer, payload = await self._socket.recv_multipart()
-            try:
-                deliveries = _deliveries.decode(payload)
-            except msgspec.MsgspecError:
-                logger.warning("dropped a malformed message on the token channel")
-                continue
-            for delivery in deliveries:
-                stream = self._streams.get(delivery.stream)
-                if stream is not None:
-                    stream.deliver(peer, delivery.chunk)
-                elif delivery.chunk.finish is None:
-                    self.send(peer, Control(ControlKind.CANCEL, delivery.stream))  # nobody reads it any more
+    def _on_message(self, frames: list[bytes]) -> None:
+        try:
+            peer, payload = frames
+            deliveries = _deliveries.decode(payload)
+        except (ValueError, msgspec.MsgspecError):
+            logger.warning("dropped a malformed message on the token channel")
+            return
+        for delivery in deliveries:
+            stream = self._streams.get(delivery.stream)
+            if stream is not None:
+                stream.deliver(peer, delivery.chunk)
+            elif delivery.chunk.finish is None:
+                self.send(peer, Control(ControlKind.CANCEL, delivery.stream))  # nobody reads it any more
 
 
 class TokenSender:
     """The replica's end: one socket per ingress it has met. `on_control` runs in the loop for every control message."""
 
-    def __init__(self, on_control: Callable[[Control], None], backlog: int = SOCKET_BACKLOG) -> None:
-        self._context = zmq.asyncio.Context()
+    def __init__(self, on_control: Callable[[Control], None], backlog: int = BACKLOG) -> None:
+        self._context = zmq.Context()
         self._backlog = backlog
         self._on_control = on_control
-        self._sockets: dict[str, zmq.asyncio.Socket] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._sockets: dict[str, Socket] = {}
 
     def send(self, deliveries: list[tuple[StreamAddress, TokenChunk]]) -> list[StreamAddress]:
         """One message to each ingress concerned. Returns the addresses whose ingress takes no more (it is gone): cancel them."""
@@ -187,35 +179,31 @@ class TokenSender:
             by_endpoint[address.endpoint].append(Delivery(address.stream, chunk))
         gone: list[StreamAddress] = []
         for endpoint, batch in by_endpoint.items():
-            if not _sent(self._connect(endpoint).send(_encoder.encode(batch), flags=zmq.NOBLOCK)):
+            if not self._connect(endpoint).send([_encoder.encode(batch)]):
                 gone += [StreamAddress(endpoint, delivery.stream) for delivery in batch]
         return gone
 
     async def close(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
         for socket in self._sockets.values():
-            socket.close(linger=1000)
+            socket.close(linger_ms=1000)
         await asyncio.to_thread(self._context.term)
 
-    def _connect(self, endpoint: str) -> zmq.asyncio.Socket:
+    def _connect(self, endpoint: str) -> Socket:
         socket = self._sockets.get(endpoint)
         if socket is None:
-            socket = self._context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.SNDHWM, self._backlog)
-            socket.setsockopt(zmq.RCVHWM, self._backlog)
-            socket.connect(endpoint)
+            socket = Socket(self._context, zmq.DEALER, self._on_message, self._backlog)
+            socket.raw.connect(endpoint)
             self._sockets[endpoint] = socket
-            self._tasks[endpoint] = asyncio.get_running_loop().create_task(self._controls(socket))
         return socket
 
-    async def _controls(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            payload = await socket.recv()
-            try:
-                self._on_control(_control.decode(payload))
-            except msgspec.MsgspecError:
-                logger.warning("dropped a malformed control on the token channel")
+    def _on_message(self, frames: list[bytes]) -> None:
+        try:
+            [payload] = frames
+            control = _control.decode(payload)
+        except (ValueError, msgspec.MsgspecError):
+            logger.warning("dropped a malformed control on the token channel")
+            return
+        self._on_control(control)
 
 
 def _joined(chunks: Sequence[TokenChunk]) -> TokenChunk:
@@ -230,9 +218,3 @@ def _joined(chunks: Sequence[TokenChunk]) -> TokenChunk:
         prompt_logprobs=next((chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None), None),
         usage=next((chunk.usage for chunk in reversed(chunks) if chunk.usage is not None), None),
     )
-
-
-def _sent(outcome: Awaitable[object]) -> bool:
-    """Whether a NOBLOCK send went into the socket's buffer: pyzmq answers at once, through a finished future."""
-    assert isinstance(outcome, asyncio.Future)
-    return not (outcome.done() and outcome.exception() is not None)
