@@ -29,7 +29,7 @@ from engine.stats import EngineStats
 from engine.types import GenerateRequest, TokenChunk, Usage
 
 logger = logging.getLogger("ray.serve")
-HELLO_S = 0.02  # an ingress that has heard nothing by then is shown whom to send controls
+HELLO_S = 0.02
 FLUSH_S = 15.0  # longest time that a replica which is told to end gives to the states it still has
 
 
@@ -39,6 +39,7 @@ class _Open:
 
     address: StreamAddress
     done: asyncio.Future[Usage | K3Error]
+    hello: asyncio.TimerHandle  # shows an ingress that has heard nothing yet whom to send controls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +78,11 @@ class EngineReplica:
         """Runs one request to its end; tokens go to `address`. Cancelling the call cancels the request."""
         if self._engine.failure is not None:
             return self._engine.failure
-        entry = _Open(address, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        hello = [(address, TokenChunk(request_id=request.request_id))]
+        entry = _Open(address, loop.create_future(), loop.call_later(HELLO_S, self._sender.send, hello))
         self._open[request.request_id] = entry
         self._by_stream[address.stream] = request.request_id
-        hello = [(address, TokenChunk(request_id=request.request_id))]
-        greeting = asyncio.get_running_loop().call_later(HELLO_S, self._sender.send, hello)
         try:
             self._engine.submit(request)
             return await entry.done
@@ -91,7 +92,7 @@ class EngineReplica:
             self._engine.cancel(request.request_id)
             raise
         finally:
-            greeting.cancel()
+            entry.hello.cancel()
             self._open.pop(request.request_id, None)
             self._by_stream.pop(address.stream, None)
 
@@ -141,7 +142,11 @@ class EngineReplica:
 
     def _deliver(self, chunks: list[TokenChunk], failures: dict[str, K3Error]) -> None:
         """Called after each step."""
-        batch = [(self._open[c.request_id].address, c) for c in chunks if c.request_id in self._open]
+        batch = []
+        for chunk in chunks:
+            if entry := self._open.get(chunk.request_id):
+                entry.hello.cancel()
+                batch.append((entry.address, chunk))
         for address in self._sender.send(batch) if batch else ():
             self._cancel(address.stream)
         for chunk in chunks:
