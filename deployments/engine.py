@@ -119,7 +119,11 @@ class EngineReplica:
         """Waits until every request has ended."""
         await self._engine.drain()
 
-    async def __del__(self) -> None:
+    async def __del__(self) -> None:  # what Serve calls when a replica ends
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends everything; states on their way out get FLUSH_S."""
         try:
             await asyncio.wait_for(self._engine.stop(), FLUSH_S)
         except TimeoutError:

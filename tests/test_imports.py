@@ -14,7 +14,7 @@ from cluster.sessions import Found
 from deployments.bundle_stats import BundleCounters
 from deployments.exports import Exporter
 from deployments.imports import Importer
-from deployments.spec import EngineSpec, ShardSpec, StateSpec
+from deployments.spec import EngineSpec, StateSpec
 from engine.bundle import ExportPart, ObjectRef, RecurrentPart, Schema, Segment, StateBundle
 from engine.errors import DurableError, EngineFailure, StoreFull
 from engine.lineage import Lineage
@@ -22,8 +22,9 @@ from engine.loop import EngineLoop
 from engine.retention import Written
 from engine.session import BundleAt
 from engine.types import GenerateRequest, TokenChunk
-from tests.engine.driver import GREEDY, config
+from tests.engine.driver import GREEDY
 from tests.fake_executor import FakeExecutor, FakeGroup, Stored, toy_stream
+from tests.specs import engine_spec
 
 SCHEMA = Schema(kda_layers=1, heads=2, head_dim=4, conv_taps=4, mla_layers=1, latent_dim=8, state_dtype="float32", cache_dtype="float32")
 STATE = StateSpec(
@@ -42,24 +43,7 @@ PROMPT = tuple(range(1, 42))
 
 
 def spec(**changes: Any) -> EngineSpec:
-    shards = ShardSpec(
-        model_dir="",
-        vocab_size=1024,
-        tokenizer_dir=None,
-        tp=2,
-        shards=2,
-        device="cpu",
-        dtype="float32",
-        page_size=4,
-        num_pages=128,
-        num_slots=32,
-        num_cpus=0,
-        threads=1,
-        step_timeout_s=5,
-        heartbeat_s=1,
-        ping_timeout_s=1,
-    )
-    return EngineSpec(shards=shards, engine=config(checkpoint_decode_interval=8), fingerprint="toy", state=replace(STATE, **changes))
+    return engine_spec(shards=2, engine={"checkpoint_decode_interval": 8}, state=replace(STATE, **changes))
 
 
 class Remote:

@@ -9,36 +9,20 @@ from typing import Any
 import pytest
 
 from deployments.bundle_stats import BundleCounters
-from deployments.spec import EngineSpec, RecoverySpec, ShardSpec
+from deployments.spec import EngineSpec, RecoverySpec
 from deployments.supervisor import Supervisor
 from engine.errors import EngineFailure, K3Error, QueueFull, ReplicaLost, ShardLost
 from engine.plan import StepPlan, StepResult
 from engine.types import FinishReason, GenerateRequest, SamplingParams, TokenChunk, Usage
-from tests.engine.driver import GREEDY, config
+from tests.engine.driver import GREEDY
 from tests.fake_executor import FakeExecutor, toy_stream
+from tests.specs import engine_spec
 
 PROMPT = tuple(range(1, 22))
 
 
 def spec(attempts: int = 5, window_s: float = 300.0) -> EngineSpec:
-    shards = ShardSpec(
-        model_dir="",
-        vocab_size=1024,
-        tokenizer_dir=None,
-        tp=1,
-        shards=1,
-        device="cpu",
-        dtype="float32",
-        page_size=4,
-        num_pages=128,
-        num_slots=32,
-        num_cpus=0,
-        threads=1,
-        step_timeout_s=5,
-        heartbeat_s=1,
-        ping_timeout_s=1,
-    )
-    return EngineSpec(shards=shards, engine=config(), fingerprint="toy", recovery=RecoverySpec(attempts=attempts, window_s=window_s))
+    return engine_spec(recovery=RecoverySpec(attempts=attempts, window_s=window_s))
 
 
 class ToyGroup:
