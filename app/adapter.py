@@ -224,6 +224,8 @@ def completion_job(
         raise no_tokenizer("`stop`", "stop")
     if request.suffix:
         raise Unsupported("suffix: this model completes at the end of a text only", "suffix")
+    if request.best_of not in (None, n):
+        raise Unsupported(f"best_of: choices are not ranked here, so it can only be n ({n})", "best_of")
     prompts = tuple(
         begun + _prompt_ids(prompt, "prompt" if len(request.prompts) == 1 else f"prompt[{i}]", model, tokenizer)
         for i, prompt in enumerate(request.prompts)

@@ -28,8 +28,8 @@ def _text_or_blocks(value: Any) -> Any:
 TextOrBlocks = Annotated[Any, AfterValidator(_text_or_blocks)]  # str | list[mapping]
 
 
-class MessagesRequest(Wire):
-    """/v1/messages and, without the sampling fields, /v1/messages/count_tokens."""
+class CountRequest(Wire):
+    """/v1/messages/count_tokens: any part of a messages request."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     model: str | None = None
@@ -46,6 +46,12 @@ class MessagesRequest(Wire):
     output_config: dict[str, Any] | None = None
     session_id: str | None = None
     session_mode: SessionMode | None = None
+
+
+class MessagesRequest(CountRequest):
+    """/v1/messages."""
+
+    max_tokens: int = Field(ge=1, lt=INT64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,7 @@ class Translation:
         return ChatError(str(error), self.origins[int(index)])
 
 
-def translate(request: MessagesRequest) -> Translation:
+def translate(request: CountRequest) -> Translation:
     """Raises ChatError with the path of what has no meaning here."""
     messages: list[dict[str, Any]] = []
     origins: list[str] = []
@@ -224,7 +230,10 @@ def _tool_choice(choice: Mapping[str, Any]) -> Any:
 
 
 def _thinking(thinking: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """`budget_tokens` has no counterpart: K3 is told an effort, not a number."""
+    """`budget_tokens` has no counterpart: K3 is told an effort, not a number. It must be one all the same."""
+    budget = (thinking or {}).get("budget_tokens")
+    if budget is not None and (type(budget) is not int or budget < 1):
+        raise ChatError("expected a number of tokens from 1 on", "thinking.budget_tokens")
     return None if thinking is None else {"type": thinking.get("type"), "effort": thinking.get("effort")}
 
 

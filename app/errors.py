@@ -23,7 +23,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from chat.types import ChatError
-from engine.errors import EngineFailure, InvalidRequest, K3Error, QueueFull, SessionBusy, UnknownSession
+from engine.errors import (
+    EngineFailure,
+    InvalidRequest,
+    K3Error,
+    QueueFull,
+    SessionBusy,
+    SessionExists,
+    UnknownMark,
+    UnknownResponse,
+    UnknownSession,
+)
 
 logger = logging.getLogger("ray.serve")
 
@@ -81,8 +91,14 @@ def describe(error: BaseException) -> Failure:
             return Failure(400, "invalid_request_error", message, error.param)
         case ValidationError():
             return _invalid_fields(error)
+        case UnknownMark():
+            return Failure(404, "invalid_request_error", str(error), "mark", "mark_not_found")
+        case UnknownResponse():
+            return Failure(404, "invalid_request_error", str(error), "previous_response_id", "response_not_found")
         case UnknownSession():
             return Failure(404, "invalid_request_error", str(error), "session_id", "session_not_found")
+        case SessionExists():
+            return Failure(409, "conflict_error", str(error), "session_id", "session_exists")
         case SessionBusy():
             return Failure(409, "conflict_error", str(error), "session_id", "session_busy")
         case QueueFull():

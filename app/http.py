@@ -105,9 +105,14 @@ def json_response(content: dict[str, Any], status: int, headers: Mapping[str, st
 
 async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     """The body as a JSON object. Raises BodyTooLarge before reading more than `max_bytes`, InvalidRequest for what is not JSON."""
+    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise InvalidRequest(f"the body is {encoding[:40]!r}-encoded: send it as it is", "content-encoding", "unsupported_encoding")
     raw = await read_body(request, max_bytes)
     try:
+        raw.decode()
         body = orjson.loads(raw)
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not valid UTF-8: byte {raw[error.start]:#04x} at {error.start}", None, "invalid_json") from None
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", None, "invalid_json") from None
     if not isinstance(body, dict):
@@ -135,7 +140,10 @@ def _too_large(what: str, limit: int) -> BodyTooLarge:
 
 
 class RequestIds:
-    """ASGI middleware: every response carries a request id, the client's own when it sent a decent one. `scope["request_id"]` holds it."""
+    """ASGI middleware: `scope["request_id"]` is the request's id, its own when that is a decent one; without one the response gets it.
+
+    Ray Serve gives an id to every request without one and repeats it in the response, so behind it there is nothing to add.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -149,7 +157,7 @@ class RequestIds:
         scope["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if message["type"] == "http.response.start" and not sent:
                 message["headers"] = [*message.get("headers", ()), (REQUEST_ID.encode(), request_id.encode())]
             await send(message)
 

@@ -141,6 +141,7 @@ class CompletionRequest(Sampled):
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     suffix: str | None = None
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     skip_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 

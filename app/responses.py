@@ -20,7 +20,7 @@ from app.anthropic import Translation
 from app.openai import INT64, MAX_TOP_LOGPROBS, ChatRequest, SessionMode, ToolChoice, Wire
 from app.turn import checked_name
 from chat.types import ChatError
-from engine.errors import InvalidRequest, UnknownSession, Unsupported
+from engine.errors import InvalidRequest, UnknownResponse, Unsupported
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -126,7 +126,7 @@ def session_of(response: str) -> str:
     except (binascii.Error, ValueError):
         name = ""
     if not name or not response.startswith("resp_"):
-        raise UnknownSession(f"there is no response {response[:80]!r}")
+        raise UnknownResponse(f"there is no response {response[:80]!r}")
     return name
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from app import anthropic, responses
 from app.adapter import Caller, ChatJob, Continuing, Limits, ServedModel, chat_job, completion_job, conversation, no_tokenizer
 from app.answer import Answer, Stream, Writer, start_stream
-from app.anthropic import MessagesRequest, Translation
+from app.anthropic import CountRequest, MessagesRequest, Translation
 from app.anthropic_stream import MessageWriter, message_body
 from app.choice import ChatChoice, TextChoice
 from app.config import ServiceConfig
@@ -31,7 +31,7 @@ from app.transcript import Transcript, read
 from app.turn import Recorder, Sessions
 from app.updates import Updates
 from app.usage import Bill, Meter
-from chat.history import HistoryPolicy, Verdict
+from chat.history import HistoryPolicy, HistoryRejected, Verdict
 from chat.render import render
 from chat.tokenizer import Tokenizer
 from chat.types import ChatError
@@ -42,6 +42,7 @@ T = TypeVar("T")
 
 # Prompts longer than this are rendered beside the event loop, which meanwhile goes on with everybody else's tokens.
 LONG_CHARS = 20_000
+NODE_CHARS = 200  # text that is rendered while a node of a schema is compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ class Service:
 
     async def count_tokens(self, body: Mapping[str, Any]) -> Answer:
         """/v1/messages/count_tokens."""
-        translation = anthropic.translate(MessagesRequest.model_validate(body))
+        translation = anthropic.translate(CountRequest.model_validate(body))
         self.served(translation.request.model)
         tokenizer = self._need_tokenizer("count_tokens")
         try:
@@ -275,9 +276,12 @@ class Service:
             continuing = None if begun is None else Continuing(past=begun.past, append=begun.append, lead=lead)
             asking = _of_session(caller, begun)
             size = _chars(request.messages) + (len(begun.past.record.messages) if begun is not None else 0)
+            size += NODE_CHARS * _nodes([request.tools, request.response_format])
             try:
                 job = await _beside_the_loop(size, lambda: chat_job(request, asking, self._model, self._limits, tokenizer, continuing))
             except ChatError as error:
+                if isinstance(error, HistoryRejected):
+                    self.histories["rejected"] += 1
                 raise error if continuing is None else continuing.blame(error) from None
             work = [
                 (
@@ -359,6 +363,19 @@ def _recorder(
 
 async def _beside_the_loop(chars: int, work: Callable[[], T]) -> T:
     return work() if chars < LONG_CHARS else await asyncio.to_thread(work)
+
+
+def _nodes(value: Any) -> int:
+    """How many values there are inside one another, however deep."""
+    found, waiting = 0, [value]
+    while waiting:
+        found += 1
+        one = waiting.pop()
+        if isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one
+    return found
 
 
 def _chars(messages: Sequence[Mapping[str, Any]]) -> int:

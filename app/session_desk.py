@@ -18,7 +18,7 @@ from app.turn import Sessions, checked_name
 from chat.types import Conversation
 from chat.validate import validate
 from engine.bundle import StateBundle
-from engine.errors import InvalidRequest, SessionBusy, UnknownSession, Unsupported
+from engine.errors import InvalidRequest, SessionExists, UnknownSession, Unsupported
 from engine.session import SessionRecord
 
 MAX_LISTED = 1000
@@ -70,7 +70,7 @@ class SessionDesk:
         return card(record) | {"messages": orjson.loads(record.messages)}
 
     async def create(self, tenant: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """An empty session, or one with a conversation that was held elsewhere. Raises SessionBusy for a name that is taken."""
+        """An empty session, or one with a conversation that was held elsewhere. Raises SessionExists for a name that is taken."""
         asked = NewSession.model_validate(body)
         if asked.messages:
             validate(Conversation(messages=asked.messages))
@@ -110,7 +110,7 @@ class SessionDesk:
         return await asyncio.to_thread(files.pack, record, bundle, arrays)
 
     async def import_(self, tenant: str, session: str, raw: bytes) -> dict[str, Any]:
-        """Raises InvalidRequest naming the wrong part, SessionBusy for a name that is taken; nothing is kept then."""
+        """Raises InvalidRequest naming the wrong part, SessionExists for a name that is taken; nothing is kept then."""
         files, store, now = self._signing, self._sessions, time.time()
         name = checked_name(session, "session_id")
         record, bundle, arrays = await asyncio.to_thread(files.unpack, raw, tenant)
@@ -119,7 +119,7 @@ class SessionDesk:
         except UnknownSession:
             pass
         else:
-            raise SessionBusy(f"session {name!r} exists already; delete it or choose another name")
+            raise SessionExists(f"session {name!r} exists already; delete it or choose another name")
         if bundle is not None and self._bundles is not None:
             await self._bundles.write(bundle, arrays)
         imported = replace(record, session=name, parent=None, pinned=False, created=now, updated=now)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from app.past import RAW, Past
 from app.responses import ResponsesRequest, conversation_name, session_of
 from app.turn import Sessions, Turn, session_name
-from engine.errors import InvalidRequest, SessionBusy, UnknownSession, Unsupported
+from engine.errors import InvalidRequest, SessionBusy, UnknownResponse, Unsupported
 from engine.session import SessionRecord, cut
 
 
@@ -78,7 +78,7 @@ class SessionTurns:
             await turn.abandon()
         end = next((end for end in record.ends if end.response == response), None)
         if end is None:
-            raise UnknownSession(f"there is no response {response[:80]!r}: it was never stored, or its conversation was edited or expired")
+            raise UnknownResponse(f"there is no response {response[:80]!r}: it was never stored, or its conversation was edited or expired")
         branch = await Turn.begin(store, tenant, _new_name())
         return Begun(branch, Past.of(cut(record, end)), append=True)
 

@@ -65,5 +65,5 @@ def _session(request: Request) -> str:
 def _limit(request: Request) -> int:
     asked = request.query_params.get("limit", "100")
     if not asked.isascii() or not asked.isdecimal() or len(asked) > 9:
-        raise InvalidRequest("expected a number", "limit")
+        raise InvalidRequest("expected a whole number from 1 on", "limit")
     return int(asked)

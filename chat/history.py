@@ -30,6 +30,10 @@ class HistoryState(StrEnum):
     ALTERED = "altered"
 
 
+class HistoryRejected(ChatError):
+    """The policy is `reject` and the thinking did not come back whole."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """`state` and `turn` name the first fault: the assistant's turn from 1, and its message's index."""
@@ -70,13 +74,13 @@ def judge(messages: Sequence[Message], own: Sequence[Message] = ()) -> Verdict:
 def apply_policy(policy: HistoryPolicy, messages: Sequence[Message], own: Sequence[Message] = ()) -> tuple[Sequence[Message], Verdict]:
     """The messages to render and the verdict on what the client sent. Nothing is changed in place.
 
-    Only for thinking requests: without thinking no reasoning is rendered. Raises `ChatError` where the policy is `reject`.
+    Only for thinking requests: without thinking no reasoning is rendered. Raises `HistoryRejected` where the policy is `reject`.
     """
     verdict = judge(messages, own)
     if verdict.state is HistoryState.COMPLETE or policy is HistoryPolicy.ACCEPT:
         return messages, verdict
     if policy is HistoryPolicy.REJECT:
-        raise ChatError(
+        raise HistoryRejected(
             f"the reasoning of assistant turn {verdict.turn} is {verdict.state}: send every reply back with its reasoning_content",
             f"messages[{verdict.message}].reasoning_content",
         )

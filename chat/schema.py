@@ -33,6 +33,11 @@ KEYWORDS_OF_A_TYPE = frozenset(
     )
 )
 
+MAX_DEPTH = 64  # levels of objects and lists inside one another: compiling grows with the square of it
+MAX_COUNT = 1 << 20  # of what a value must at least have; K3's context holds no more tokens
+_VALUES = frozenset(("const", "enum", "default", "example", "examples"))
+_COUNTS = ("minLength", "minItems", "minProperties")
+
 _SCHEMA_MAPS = ("properties", "patternProperties", *DEFINITIONS)
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties")
@@ -41,6 +46,7 @@ _SCHEMAS = ("items", "additionalProperties")
 def check_schema(root: Schema, path: str) -> None:
     """Raises `ChatError` naming the keyword of `root`, at `path` in the request, that is unsupported or cannot be met."""
     try:
+        _check_size(root, path, path, 0)
         _check_form(root, path)
         if error := _error(root):
             _blame(root, root, path, error)
@@ -71,6 +77,21 @@ def resolve(root: Schema, reference: str) -> Any:
             return None
         target = target[key]
     return target
+
+
+def _check_size(value: Any, path: str, where: str, depth: int) -> None:
+    """Nothing is compiled of what is nested too deeply or can never be finished."""
+    if depth > MAX_DEPTH:
+        raise ChatError(f"schema nested too deeply: more than {MAX_DEPTH} levels", path)
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key in _COUNTS and type(inner) is int and inner > MAX_COUNT:
+                raise ChatError(f"the schema's `{key}` cannot be met: at most {MAX_COUNT:,}", f"{where}.{key}")
+            if key not in _VALUES:
+                _check_size(inner, path, f"{where}.{key}", depth + 1)
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            _check_size(inner, path, f"{where}[{i}]", depth + 1)
 
 
 def _check_form(root: Schema, path: str) -> None:

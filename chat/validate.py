@@ -29,6 +29,8 @@ def validate(conversation: Conversation) -> None:
 
 def _message(message: Mapping[str, Any], path: str, *, last: bool) -> None:
     role = read_role(message, path)
+    if role == "user" and message.get("content") is None:
+        raise ChatError("expected a string or a list of content parts", f"{path}.content")
     for _ in read_parts(message, path):
         pass  # reading is checking
     read_name(message, "name", path)

@@ -21,7 +21,7 @@ import ray
 
 from cluster.durable import open_blobs
 from engine.bundle import StateBundle
-from engine.errors import DurableError, SessionBusy, UnknownSession
+from engine.errors import DurableError, SessionBusy, SessionExists, UnknownMark, UnknownSession
 from engine.session import BundleAt, SessionRecord, TurnEnd, cut, marks_within
 
 HOLDER_PREFIX = "k3-holder-"
@@ -164,7 +164,7 @@ class SessionStore:
         await self._ready.wait()
         record = await self._load((tenant, session))
         if record is None:
-            raise UnknownSession(f"there is no session {session!r}")
+            raise UnknownSession(f"there is no session {session[:128]!r}")
         return record
 
     async def list(self, tenant: str, limit: int = 100) -> list[SessionRecord]:
@@ -174,10 +174,10 @@ class SessionStore:
         return [replace(r, tokens=b"", messages=b"[]") for r in mine[:limit]]
 
     async def create(self, record: SessionRecord) -> None:
-        """A new session with that content (import). Raises SessionBusy when the name is taken."""
+        """A new session with that content (import). Raises SessionExists when the name is taken."""
         await self._ready.wait()
         if await self._load((record.tenant, record.session)) is not None:
-            raise SessionBusy(f"session {record.session!r} exists already; delete it or choose another name")
+            raise SessionExists(f"session {record.session!r} exists already; delete it or choose another name")
         await self._save(record)
 
     async def fork(self, tenant: str, session: str, new: str, mark: str | None = None) -> SessionRecord:
@@ -187,7 +187,7 @@ class SessionStore:
         forked = replace(source, session=new, parent=session, created=now, updated=now, marks={}, pinned=False, cost=0.0)
         if mark is not None:
             if mark not in source.marks:
-                raise UnknownSession(f"session {session!r} has no mark {mark!r}; it has {sorted(source.marks) or 'none'}")
+                raise UnknownMark(f"session {session!r} has no mark {mark!r}; it has {sorted(source.marks) or 'none'}")
             forked = cut(forked, source.marks[mark])
         await self.create(forked)
         return forked
@@ -196,7 +196,7 @@ class SessionStore:
         """Names the end of the last turn."""
         record = await self.get(tenant, session)
         if not record.ends:
-            raise UnknownSession(f"session {session!r} has no finished turn to mark yet")
+            raise UnknownMark(f"session {session!r} has no finished turn to mark yet")
         marked = replace(record, marks={**record.marks, name: record.ends[-1]})
         await self._save(marked)
         return marked

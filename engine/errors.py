@@ -5,7 +5,10 @@
      │   ├─ ContextExceeded   prompt (+ max_tokens) longer than the context or the page pool
      │   └─ Unsupported       a valid request that this engine or checkpoint cannot serve
      ├─ UnknownSession        no such session of this tenant
+     │   ├─ UnknownMark       the session is there, the mark is not
+     │   └─ UnknownResponse   a response that was never stored, or whose conversation is gone
      ├─ SessionBusy           another turn of the session is running
+     │   └─ SessionExists     the name is taken
      ├─ QueueFull             come back later; carries retry_after seconds
      ├─ ConfigError           refused at start: configuration, topology
      │   └─ CheckpointError   refused at start: names file and tensor
@@ -49,7 +52,19 @@ class UnknownSession(K3Error):
     pass
 
 
+class UnknownMark(UnknownSession):
+    pass
+
+
+class UnknownResponse(UnknownSession):
+    pass
+
+
 class SessionBusy(K3Error):
+    pass
+
+
+class SessionExists(SessionBusy):
     pass
 
 

@@ -274,6 +274,8 @@ async def test_a_last_assistant_turn_is_continued() -> None:
         ({"system": 5}, "system"),
         ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "1bad", "input_schema": {}}]}, "tools[0].function.name"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),

@@ -133,6 +133,7 @@ async def test_dropped_reasoning_loses_nothing_in_append_and_repair() -> None:
         refused = await edge.post(CHAT, ask(user("hi"), bare, user("more"), session_id="t"), **{"x-thinking-history": "reject"})
         assert refused.status_code == 400
         assert "turn 1" in refused.json()["error"]["message"]
+        assert edge.service.histories["rejected"] == 1
         wrong = await edge.post(CHAT, ask(user("hi")), **{"x-thinking-history": "maybe"})
         assert wrong.status_code == 400
     async with Edge(says(ANSWER), sessions=sessions, limits=Limits()) as edge:

@@ -49,6 +49,29 @@ async def test_forks_go_their_own_ways() -> None:
         check(await record(sessions, name))
 
 
+async def test_what_is_missing_or_taken_is_told_apart() -> None:
+    async with Edge(says(ANSWER), sessions=store()) as edge:
+        await turn(edge, user("one"))
+        refused = [
+            await edge.post(f"{ONE}/fork", {"mark": "none"}),
+            await edge.post("/v1/sessions/other/fork", {}),
+            await edge.post("/v1/sessions", {"session_id": "s"}),
+            await edge.post("/v1/responses", {"input": "x", "previous_response_id": "resp_nothing"}),
+            await edge.http.get("/v1/sessions?limit=-1"),
+            await edge.http.get("/v1/sessions/" + "x" * 5000),
+        ]
+    found = [(r.status_code, r.json()["error"]["code"], r.json()["error"]["param"]) for r in refused]
+    assert found == [
+        (404, "mark_not_found", "mark"),
+        (404, "session_not_found", "session_id"),
+        (409, "session_exists", "session_id"),
+        (404, "response_not_found", "previous_response_id"),
+        (400, None, "limit"),
+        (404, "session_not_found", "session_id"),
+    ]
+    assert all(len(r.content) < 400 for r in refused)
+
+
 async def test_an_edit_takes_later_marks_along() -> None:
     async with Edge(says(ANSWER), sessions=store()) as edge:
         first = (await turn(edge, user("one")))["choices"][0]["message"]

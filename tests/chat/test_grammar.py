@@ -254,6 +254,13 @@ def test_a_continued_answer_that_cannot_become_valid_is_refused() -> None:
     assert error.value.param == "messages[1].content"
 
 
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
 ROOT = "response_format.json_schema.schema"
 
 
@@ -276,6 +283,9 @@ ROOT = "response_format.json_schema.schema"
         ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, ROOT),
         ({"type": "array", "minItems": 1, "items": {"$ref": "#"}}, ROOT),
         ({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, ROOT),
+        ({"type": "string", "minLength": 10**9}, f"{ROOT}.minLength"),
+        ({"type": "object", "properties": {"a": {"type": "array", "minItems": 2**20 + 1}}}, f"{ROOT}.properties.a.minItems"),
+        (nested(900), ROOT),
     ],
 )
 def test_an_answers_schema_that_cannot_be_enforced_is_refused_by_its_keyword(schema: Any, param: str) -> None:
@@ -309,6 +319,8 @@ ARGS = "tools[0].function.parameters"
         ({"properties": {"a": {"oneOf": [{"type": "string"}, {"const": "x"}]}}}, f"{ARGS}.properties.a.oneOf"),
         ({"properties": {"a": {"allOf": [{"minLength": 1}, {"minLength": 2}]}}}, f"{ARGS}.properties.a.allOf"),
         ({"properties": {"a": 3}}, f"{ARGS}.properties.a"),
+        ({"properties": {"a": {"type": "string", "minLength": 10**9}}}, f"{ARGS}.properties.a.minLength"),
+        ({"properties": {"a": nested(100)}}, ARGS),
     ],
 )
 def test_a_strict_tools_schema_that_cannot_be_enforced_is_refused_by_its_keyword(schema: Any, param: str) -> None:
