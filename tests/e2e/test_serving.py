@@ -46,6 +46,13 @@ def test_health_says_which_mode_runs(server: Server) -> None:
     assert answer.json() == {"status": "ok", "model": "kimi-k3", "serve_mode": "default", "replicas": 1, "reason": None}
 
 
+def test_a_request_keeps_its_id(server: Server) -> None:
+    sent = httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "trace-7"})
+    made = httpx.get(f"{server.url}/v1/models")
+    assert sent.headers.get_list("x-request-id") == ["trace-7"]
+    assert len(made.headers.get_list("x-request-id")) == 1
+
+
 def test_the_openai_client_streams(server: Server) -> None:
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
     ask = dict(model="kimi-k3", messages=[{"role": "user", "content": "Say hello."}], max_tokens=24, temperature=0, seed=1)
