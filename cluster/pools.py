@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
+from model.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,3 +44,14 @@ def pool_sizes(
     if num_slots < 2:
         raise ConfigError(f"num_slots={num_slots}: at least 2 are needed (one running row and one checkpoint)")
     return PoolSizes(num_pages=num_pages, num_slots=num_slots)
+
+
+def pool_bytes(model: ModelConfig, *, page_size: int, tp_size: int, latent_bytes: int) -> PoolBytes:
+    """What a page and a slot cost one shard: latents are whole on every rank of a TP group, KDA state is fp32 and of the local heads.
+
+    `latent_bytes`: bytes of a latent's element; convolution inputs have the same, but at least 2.
+    """
+    return PoolBytes(
+        page=page_size * model.mla_token_bytes(latent_bytes),
+        slot=(model.kda_state_bytes() + model.conv_state_bytes(max(2, latent_bytes))) // tp_size,
+    )
