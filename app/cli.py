@@ -14,7 +14,7 @@ import typer
 import yaml
 from pydantic import ValidationError
 
-from app import serve_modes
+from app import plan_command, serve_modes
 from app.config import ServiceConfig
 from app.terminal import clear_errors, hold_conversation, print_reply, print_table, refuse, stderr
 
@@ -32,6 +32,7 @@ cli = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+cli.add_typer(plan_command.commands)  # plan, cost
 
 Settings = Annotated[
     list[str] | None, typer.Argument(help="ServiceConfig fields as key=value; `k3 config` lists them", metavar="[KEY=VALUE]...")

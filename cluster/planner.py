@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cluster.accelerators import Accelerator
-from cluster.planner_roofline import Efficiency, Grid, decode_step_s, prefill_s
+from cluster.planner_roofline import Efficiency, Grid, decode_step_s, prefill_s, step_s
 from cluster.pools import PoolSizes, pool_bytes, pool_sizes
 from engine.errors import ConfigError
 from model.config import ModelConfig
@@ -76,6 +76,7 @@ class ClusterPlan:
     ttft_s: float = 0.0  # of the workload's prompt on an idle machine
     step_s: float = 0.0  # of a decode step with every group's rows full
     rows: int = 0  # that decode together, of all groups
+    prompt_per_s: float = 0.0  # prompt tokens with every group at a prefill
 
     @property
     def fits(self) -> bool:
@@ -217,6 +218,16 @@ def _plan(model: ModelConfig, name: str, accelerator: Accelerator, count: int, n
     grid = Grid(model=model, accelerator=accelerator, count=count, tp=tp, node_size=node_size, network=workload.network, weights=weights)
     rows = min(live, workload.max_running)
     nodes = -(-count // node_size)
+    chunk = min(workload.prompt, workload.max_batched_tokens)
+    chunk_s = step_s(
+        grid,
+        tokens=chunk,
+        rows=1,
+        context=workload.prompt // 2,
+        groups=groups,
+        latent_bytes=workload.latent_bytes,
+        efficiency=workload.efficiency,
+    )
     return ClusterPlan(
         accelerator=name,
         count=count,
@@ -235,4 +246,5 @@ def _plan(model: ModelConfig, name: str, accelerator: Accelerator, count: int, n
         ttft_s=prefill_s(grid, workload.prompt, workload.max_batched_tokens, workload.latent_bytes, workload.efficiency),
         step_s=decode_step_s(grid, rows, workload.context, workload.latent_bytes, workload.efficiency),
         rows=rows * groups,
+        prompt_per_s=groups * chunk / chunk_s,
     )

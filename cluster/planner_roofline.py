@@ -19,15 +19,15 @@ SHARED = (
     "router",
     "shared",
     "dense",
-)  # read by every step; the head is added, the embedding table is not
+)  # read by every step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
     """Shares of the published peaks. Memory and arithmetic from vLLM 0.33 on one H200 with four full-width layers; links assumed."""
 
-    memory: float = 0.57  # MoE at batch 64: 613 experts of 17.5 MB in 3.93 ms of 4.8 TB/s
-    compute: float = 0.38  # 8,192 tokens of prefill through four layers in 219 ms of 989 TFLOP/s
+    memory: float = 0.56  # an MoE layer at batch 64: 583 experts of 17.5 MB and 0.4 GB beside them in 3.93 ms of 4.8 TB/s
+    compute: float = 0.35  # 8,192 tokens of prefill: 75 TFLOP in 219 ms of 989 TFLOP/s
     link: float = 0.6  # assumed
     collective_s: float = 10e-6  # assumed: latency of one collective
 
@@ -58,11 +58,17 @@ def step_s(grid: Grid, *, tokens: int, rows: int, context: int, groups: int, lat
     expert = sum(math.prod(s.shape) for s in expert_specs(m, m.moe_layers[0], 0)) if m.moe_layers else 0
     expert_params = 3 * m.moe_intermediate_size * m.routed_expert_hidden_size
     hit = m.num_experts * (1 - (1 - m.num_experts_per_token / m.num_experts) ** everyone)  # distinct experts, uniform routing
-    dense = sum(grid.weights.get(c, 0) for c in SHARED) + grid.weights["embedding"] // 2
+    head = grid.weights["embedding"] // 2  # for the last token of each row
+    body = sum(grid.weights.get(c, 0) for c in SHARED)
     state = (m.kda_state_bytes() + m.conv_state_bytes()) // grid.tp
-    moved = dense + len(m.moe_layers) * expert * max(1.0, hit / grid.count) + rows * (context * m.mla_token_bytes(latent_bytes) + 2 * state)
+    moved = (
+        body
+        + head
+        + len(m.moe_layers) * expert * max(1.0, hit / grid.count)
+        + rows * (context * m.mla_token_bytes(latent_bytes) + 2 * state)
+    )
     attention = 2 * len(m.mla_layers) * context * (m.mla_heads // grid.tp) * (m.latent_dim + m.kv_lora_rank)
-    flops: float = tokens * (2 * dense // bf16 + attention)
+    flops: float = tokens * (2 * body // bf16 + attention) + rows * 2 * head // bf16
     flops += 2 * everyone * len(m.moe_layers) * m.num_experts_per_token * expert_params / grid.count
     link = a.link / 2 * efficiency.link
     wide = link if grid.count <= grid.node_size else min(link, grid.network * efficiency.link)

@@ -13,7 +13,7 @@ import pytest
 
 from cluster.accelerators import ACCELERATORS, read_accelerators
 from cluster.planner import ClusterPlan, Workload, local_bytes, plan, session_bytes, smallest_layouts
-from cluster.planner_roofline import Efficiency
+from cluster.planner_roofline import Efficiency, Grid, decode_step_s, prefill_s
 from engine.errors import ConfigError
 from model.config import ModelConfig
 from model.weights import Shard, all_specs, component_bytes, local_slices
@@ -111,6 +111,22 @@ def test_rates_follow_the_stated_efficiencies() -> None:
     assert fast.step_s > 0.5 * weights_once  # no step is faster than the bytes that it must read
     assert slow.load_s == pytest.approx(8 * slow.weight_bytes / 10e9)
     assert slow.usd_per_million(2.0) == pytest.approx(8 * 2.0 / 3600 / slow.tokens_per_s * 1e6)
+
+
+def four_layers_on_an_h200() -> Grid:
+    model = replace(K3, num_layers=4, kda_layers=(0, 1, 2))
+    return Grid(model=model, accelerator=ACCELERATORS["H200"], count=1, tp=1, node_size=8, network=50e9, weights=local_bytes(model, 1, 1))
+
+
+@pytest.mark.parametrize(("batch", "wall_ms", "within"), [(1, 2.56, 0.35), (16, 6.75, 0.15), (64, 14.51, 0.15), (256, 25.76, 0.15)])
+def test_decode_as_vllm_was_measured_on_one_h200(batch: int, wall_ms: float, within: float) -> None:
+    """Four full-width layers, vLLM 0.33, context of about 1,060 tokens: one efficiency serves all batches, less well at one row."""
+    predicted = decode_step_s(four_layers_on_an_h200(), batch, 1060, 2, Efficiency())
+    assert predicted * 1e3 == pytest.approx(wall_ms, rel=within)
+
+
+def test_prefill_as_vllm_was_measured_on_one_h200() -> None:
+    assert prefill_s(four_layers_on_an_h200(), 8192, 8192, 2, Efficiency()) == pytest.approx(0.219, rel=0.1)
 
 
 def test_impossible_grids_are_refused() -> None:
