@@ -42,6 +42,9 @@ def plan_layout(
     forks: Annotated[int, typer.Option(min=0, help="forks of each session")] = 0,
     latent_bytes: LatentBytes = 2,
     load_rate: Annotated[float, typer.Option(help="GB/s that a node reads of the checkpoint")] = 10.0,
+    max_running: Annotated[int, typer.Option(min=1, help="rows of a data-parallel group in one step")] = 64,
+    memory_share: Annotated[float, typer.Option(help="share of an accelerator's memory that may be used")] = 0.9,
+    host_gb: Annotated[float, typer.Option(min=0, help="GB of a node's host memory for states at rest")] = 0.0,
     accelerators: Table = None,
     usd_per_hour: HourPrice = 0.0,
     as_json: Json = False,
@@ -53,7 +56,16 @@ def plan_layout(
     with clear_errors():
         config = ModelConfig.from_dir(model)
         table = read_accelerators(accelerators) if accelerators else ACCELERATORS
-        workload = Workload(context=context, prompt=min(prompt, context), forks=forks, latent_bytes=latent_bytes, load_rate=load_rate * 1e9)
+        workload = Workload(
+            context=context,
+            prompt=min(prompt, context),
+            forks=forks,
+            max_running=max_running,
+            latent_bytes=latent_bytes,
+            memory_share=memory_share,
+            host_bytes=host_gb * 1e9,
+            load_rate=load_rate * 1e9,
+        )
         if accelerator is None:
             found = smallest_layouts(config, table, workload, node_size=node_size)
             columns = ("accelerator", "count", "tp", "live_sessions", "max_context")
@@ -142,6 +154,7 @@ def _figures(p: ClusterPlan, row: Accelerator, usd_per_hour: float) -> dict[str,
         "group_pool_tokens": p.pool_tokens,
         "max_context": p.max_context,
         "live_sessions": p.live_sessions,
+        "host_sessions": p.host_sessions,
         "load_s": round(p.load_s, 1),
         "time_to_first_token_s": round(p.ttft_s, 3),
         "decode_step_s": round(p.step_s, 4),

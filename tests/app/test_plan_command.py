@@ -61,6 +61,7 @@ def test_break_even_against_both_list_prices(model: str) -> None:
         (("plan", "--accelerator", "B3000"), "'B3000' is not in the table"),
         (("plan", "--accelerator", "B300", "--count", "12"), "multiple of the node size"),
         (("plan", "--accelerators", "/nowhere.yaml"), "/nowhere.yaml: No such file"),
+        (("plan", "--memory-share", "1.5"), "memory_share is 1.5"),
         (("cost", "--accelerator", "H100-80", "--usd-per-hour", "2"), "exceed the usable"),
         (("cost", "--accelerator", "B300", "--usd-per-hour", "0"), "usd_per_hour is 0"),
     ],

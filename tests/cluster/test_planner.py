@@ -10,12 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from cluster.accelerators import ACCELERATORS, read_accelerators
 from cluster.planner import ClusterPlan, Workload, local_bytes, plan, session_bytes, smallest_layouts
 from cluster.planner_roofline import Efficiency, Grid, decode_step_s, prefill_s
+from cluster.pools import pool_bytes
 from engine.errors import ConfigError
 from model.config import ModelConfig
+from model.state import StatePools
 from model.weights import Shard, all_specs, component_bytes, local_slices
 from tests.model.test_config import K3
 
@@ -88,6 +91,21 @@ def test_weights_may_fit_where_a_long_context_does_not() -> None:
     result = planned("H100-80", 64, Workload(context=1_048_576))
     assert result.reason is not None
     assert "context does not" in result.reason
+
+
+@pytest.mark.parametrize(("dtype", "element"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_pages_and_slots_cost_what_the_pools_allocate(dtype: torch.dtype, element: int) -> None:
+    tiny = ModelConfig.tiny()
+    pools = StatePools.allocate(tiny, tp_size=2, page_size=16, num_pages=3, num_slots=5, device="cpu", dtype=dtype)
+    cost = pool_bytes(tiny, page_size=16, tp_size=2, latent_bytes=element)
+    assert 3 * cost.page == pools.latents.nbytes
+    assert 5 * cost.slot == pools.kda.nbytes + pools.conv.nbytes
+
+
+def test_host_memory_holds_whole_sessions() -> None:
+    """A node's 2 TB over 4,073,250,816 B of a session of 131,072 tokens."""
+    assert planned("B300", 8, Workload(host_bytes=2e12)).host_sessions == 491
+    assert planned("B200", 16, Workload(host_bytes=2e12)).host_sessions == 982
 
 
 def test_half_the_latent_bytes_hold_twice_the_tokens() -> None:
