@@ -123,16 +123,19 @@ def compare_cost(
             stored_gb=stored_gb,
             usd_per_gb_month=usd_per_gb_month,
         )
-    rows: list[list[Any]] = []
-    for name, price in LIST_PRICES.items():
-        share = machine.break_even(turn, price)
-        full = machine.usd_per_turn(turn, 1.0)
-        rows.append([name, turn.api_usd(price), full, f"{share:.0%}" if share <= 1 else f"never: {share:.2f} of its capacity"])
+    full = machine.usd_per_turn(turn, 1.0)
+    shares = {name: machine.break_even(turn, price) for name, price in LIST_PRICES.items()}
+    if as_json:
+        columns: tuple[str, ...] = ("against", "api_usd_per_turn", "own_usd_per_turn", "break_even_utilisation", "turns_per_hour")
+        told = [(n, turn.api_usd(p), full, shares[n], machine.turns_per_hour(turn)) for n, p in LIST_PRICES.items()]
+        print_table("", columns, told, as_json=True)
+        return
     columns = ("against the list price of", "API $/turn", "own $/turn at 100%", "cheaper from utilisation")
-    print_table(f"{count}x{accelerator}: {machine.turns_per_hour(turn):,.0f} turns an hour at most", columns, rows, as_json=as_json)
-    if not as_json:
-        for name, price in LIST_PRICES.items():
-            print(f"\n$ a turn by utilisation, against {name}\n{chart(machine, turn, price)}")
+    words = {n: f"{share:.0%}" if share <= 1 else f"never: {share:.2f} of its capacity" for n, share in shares.items()}
+    rows = [(n, turn.api_usd(p), full, words[n]) for n, p in LIST_PRICES.items()]
+    print_table(f"{count}x{accelerator}: {machine.turns_per_hour(turn):,.0f} turns an hour at most", columns, rows, as_json=False)
+    for name, price in LIST_PRICES.items():
+        print(f"\n$ a turn by utilisation, against {name}\n{chart(machine, turn, price)}")
 
 
 def _row(table: Mapping[str, Accelerator], name: str) -> Accelerator:

@@ -52,7 +52,9 @@ def test_break_even_against_both_list_prices(model: str) -> None:
     assert shown.exit_code == 0
     assert "| = the API" in shown.stdout
     told = [json.loads(line) for line in k3(*words, "--json").stdout.splitlines()]
-    assert [row["against the list price of"] for row in told] == ["kimi-k3", "kimi-k3.1"]
+    assert [row["against"] for row in told] == ["kimi-k3", "kimi-k3.1"]
+    for row in told:
+        assert row["break_even_utilisation"] == pytest.approx(row["own_usd_per_turn"] / row["api_usd_per_turn"])
 
 
 @pytest.mark.parametrize(
