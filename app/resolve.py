@@ -10,7 +10,7 @@ from app.default_model import ensure_default_model
 from app.session_file import read_export_key
 from chat.tokenizer import TINY_TOKENIZER_DIR, Tokenizer
 from cluster.durable import check_url
-from cluster.pools import PoolBytes, pool_sizes
+from cluster.pools import PoolBytes, pool_bytes, pool_sizes
 from deployments.spec import EngineSpec, RecoverySpec, ShardSpec, StateSpec
 from engine.bundle import Schema
 from engine.config import EngineConfig
@@ -55,10 +55,7 @@ def resolve(config: ServiceConfig, *, gpus: int | None = None) -> ServicePlan:
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
         raise ConfigError(f"max_model_len={max_model_len} exceeds the checkpoint's max_position_embeddings={model.max_position_embeddings}")
-    cost = PoolBytes(
-        page=config.page_size * model.mla_token_bytes(element),
-        slot=(model.kda_state_bytes() + model.conv_state_bytes(element)) // config.tp_size,
-    )
+    cost = pool_bytes(model, page_size=config.page_size, tp_size=config.tp_size, latent_bytes=element)
     if config.max_model_len is None:
         max_model_len = _affordable(max_model_len, cost, config)
     pools = pool_sizes(
