@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     # A small pool, so that 32 streams must preempt one another.
-    with served(tp=2, page_size=16, num_pages=40, num_slots=24, max_running=16, max_model_len=512, max_queued=64) as running:
+    with served(tp=2, page_size=16, num_pages=34, num_slots=24, max_running=16, max_model_len=512, max_queued=64) as running:
         yield running
 
 
@@ -92,10 +92,11 @@ def test_seeded_sampling_repeats_and_choices_differ(server: Server) -> None:
     assert len({tuple(i) for i in ids}) == 3
 
 
+@pytest.mark.timeout(900)
 async def test_32_streams_of_mixed_lengths_are_as_alone(server: Server) -> None:
     rng = random.Random(5)
     prompts = [[rng.randrange(700) for _ in range(rng.choice((1, 15, 16, 17, 40, 64)))] for _ in range(32)]
-    budgets = [rng.choice((4, 12, 32)) for _ in prompts]
+    budgets = [rng.choice((20, 30, 40)) for _ in prompts]  # long enough for all to meet
     before = server.metrics()
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=180) as client:
 
