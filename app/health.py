@@ -28,8 +28,13 @@ NOT_METRICS = {"last", "node", "started"}
 LEVELS = {
     *("running", "waiting", "paused", "pages_total", "pages_free", "pages_leased", "slots_total", "slots_free", "slots_cached"),
     *("bundles", "objects", "bytes", "budget", "pinned", "not_durable"),
+    *("exports_running", "imports_running"),
 }
-BY_LABEL = {"misses": "reason", "finished": "reason", "exports_failed": "reason", "import_misses": "reason", "imports": "source"}
+BY_LABEL = {
+    **dict.fromkeys(("misses", "finished", "exports_failed", "import_misses"), "reason"),
+    "imports": "source",
+    "requests_moved": "phase",
+}
 HELP = {
     "steps": "steps with work",
     "tokens_prefilled": "prompt tokens computed, again after a preemption included",
@@ -70,8 +75,10 @@ HELP = {
     "recoveries_failed": "attempts at it that failed",
     "shards_replaced": "shards that were started anew in recoveries",
     "weights_reread_bytes": "bytes of weights read in recoveries; shards that survive read none",
-    "requests_moved": "requests that went on after a recovery",
+    "requests_moved": "requests that went on after a recovery, by what they were doing at the loss: import, prefill, decode",
     "bundles_lost": "stored states that are known to have died with the holder of their node",
+    "exports_running": "states on their way out of the shards",
+    "imports_running": "states on their way into the shards",
     "bundles": "states held",
     "objects": "objects held: recurrent parts and segments of latents",
     "bytes": "bytes held",

@@ -3,7 +3,9 @@
     python -m benchmarks.chaos --kills 100 --streams 16
 
 Streams of half greedy, half sampled requests, longer than a checkpoint interval, run one after the other in every lane. First each request
-is run unbroken; then the same requests run while shards (SIGKILL, SIGSTOP), replicas, holders and the session store are killed.
+is run unbroken; then the same requests run while shards (SIGKILL, SIGSTOP), replicas, holders and the session store are killed. Some kills
+are aimed: at a shard while a state leaves it, while states come in, and while the group recovers from the kill before. What they hit is
+counted by the engine: exports and imports that broke, moved requests by what they were doing, attempts at a recovery that failed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +30,10 @@ from app import ServiceConfig, deployment
 from benchmarks.report import Row, publish
 from engine.types import SamplingParams
 
-SHARD, HANG, REPLICA, HOLDER, STORE = KINDS = ("shard", "hang", "replica", "holder", "store")
+SHARD, HANG, REPLICA, HOLDER, STORE, EXPORT, IMPORT, RECOVERY = KINDS = (
+    *("shard", "hang", "replica", "holder", "store"),
+    *("shard mid-export", "shard mid-import", "shard mid-recovery"),
+)
 SETTINGS: dict[str, Any] = {
     "tp": 2,
     "shard_num_cpus": 0.1,
@@ -35,6 +41,7 @@ SETTINGS: dict[str, Any] = {
     "num_pages": 600,
     "num_slots": 64,
     "max_running": 16,
+    "max_batched_tokens": 128,  # prefills take several steps, so that kills fall into them
     "max_model_len": 1024,
     "checkpoint_decode_interval": 64,
     "segment_tokens": 64,
@@ -43,7 +50,9 @@ SETTINGS: dict[str, Any] = {
     "recovery_attempts": 1000,
     "failover_timeout_s": 240,
 }
+PHASES = ("import", "prefill", "decode")
 QUIET_S = 120.0  # longest wait for the streams to go on after a kill
+AIM_S = 20.0  # longest wait for the moment that a kill is aimed at
 
 
 @dataclass(frozen=True)
@@ -68,12 +77,12 @@ class Outcome:
 
 
 def requests(count: int, seed: int, vocab: int, tokens: tuple[int, int]) -> list[Request]:
-    """Half greedy, half sampled; prompts of 20 … 200 tokens, some of which share their beginning."""
+    """Half greedy, half sampled; prompts of 20 … 200 tokens, some of which share their beginning, and every fourth of 500 … 600."""
     rng = random.Random(seed)
     shared = [rng.randrange(vocab) for _ in range(100)]
     made = []
     for i in range(count):
-        own = [rng.randrange(vocab) for _ in range(rng.randrange(20, 100))]
+        own = [rng.randrange(vocab) for _ in range(rng.randrange(500, 600) if i % 4 == 3 else rng.randrange(20, 100))]
         sampling = SamplingParams(temperature=0.0 if i % 2 else 0.8, seed=i, top_p=0.95, frequency_penalty=0.2 * (i % 3))
         made.append(Request(tuple(shared + own if i % 4 < 2 else own), rng.randrange(*tokens), sampling))
     return made
@@ -169,15 +178,45 @@ class Chaos:
 
     async def _kill(self, kind: str) -> None:
         self.outcome.kills[kind] += 1
-        if kind in (SHARD, HANG):
-            try:
-                pids = await asyncio.wait_for(_value(self.engine.shard_pids.remote()), 10)
-            except Exception:  # it is being replaced: kill it again
-                await self.kill_actors("SERVE_REPLICA::k3#engine#")
-                return
-            os.kill(self.random.choice(pids), signal.SIGKILL if kind == SHARD else signal.SIGSTOP)
-        else:
+        if kind in (REPLICA, HOLDER, STORE):
             await self.kill_actors({REPLICA: "SERVE_REPLICA::k3#engine#", HOLDER: "k3-holder-", STORE: "k3-sessions"}[kind])
+            return
+        try:
+            pids = await asyncio.wait_for(_value(self.engine.shard_pids.remote()), 10)
+        except Exception:  # it is being replaced: kill it again
+            await self.kill_actors("SERVE_REPLICA::k3#engine#")
+            return
+        self.random.shuffle(pids)
+        if kind == EXPORT:
+            await self._catch("exports_running", pids[-1])
+        elif kind == IMPORT:  # states come in after a recovery, those of every stream at once
+            os.kill(pids.pop(), signal.SIGKILL)
+            self.outcome.kills[SHARD] += 1
+            await self._catch("imports_running", pids[-1])
+        elif kind == RECOVERY:
+            os.kill(pids.pop(), signal.SIGKILL)
+            self.outcome.kills[SHARD] += 1
+            await asyncio.sleep(self.random.uniform(0.05, 2.5))
+        with suppress(ProcessLookupError):  # it went with the one before
+            os.kill(pids.pop(), signal.SIGSTOP if kind == HANG else signal.SIGKILL)
+
+    async def _catch(self, level: str, pid: int) -> None:
+        """Stops a shard in the middle of that: what needs it stays unfinished. Gives up after a while."""
+        with suppress(TimeoutError, ProcessLookupError):
+            async with asyncio.timeout(AIM_S):
+                while True:
+                    if await self._level(level):
+                        os.kill(pid, signal.SIGSTOP)
+                        await asyncio.sleep(0.05)  # what does not need it ends meanwhile
+                        if await self._level(level):
+                            return
+                        os.kill(pid, signal.SIGCONT)
+                    await asyncio.sleep(0.005)
+
+    async def _level(self, level: str) -> bool:
+        with suppress(Exception):  # between two replicas nobody answers
+            return any(getattr(r.bundles, level) for r in await self.engine.broadcast("report").results_async())
+        return False
 
     async def kill_actors(self, prefix: str) -> None:
         named = [a for a in ray.util.list_named_actors(all_namespaces=True) if a["name"].startswith(prefix)]
@@ -202,6 +241,7 @@ class Chaos:
                         shards_replaced=b.shards_replaced,
                         exports=b.exports,
                         imports=sum(b.imports.values()),
+                        **{f"moved_in_{k}": v for k, v in b.requests_moved.items()},
                         **{f"import_miss_{k}": v for k, v in b.import_misses.items()},
                         **{f"export_failed_{k}": v for k, v in b.exports_failed.items()},
                     )
@@ -267,6 +307,14 @@ def main() -> None:
             Row(work="pause p50", ours=statistics.median(outcome.pauses or [0.0]), unit="s"),
             Row(work="pause p99", ours=percentile(outcome.pauses, 0.99), unit="s"),
             Row(work="computed again per kill", ours=outcome.recomputed / max(1, kills), unit="tokens"),
+            Row(work="broken exports", ours=outcome.counters["export_failed_ShardLost"], unit="states"),
+            Row(
+                work="broken imports",
+                ours=outcome.counters["import_miss_shard_lost"] + outcome.counters["import_miss_stale"],
+                unit="states",
+            ),
+            Row(work="broken recoveries", ours=outcome.counters["recoveries_failed"], unit="attempts"),
+            *(Row(work=f"moved in {phase}", ours=outcome.counters[f"moved_in_{phase}"], unit="streams") for phase in PHASES),
             *(Row(work=f"kills: {kind}", ours=count, unit="kills") for kind, count in sorted(outcome.kills.items())),
         ],
         packages=("ray", "torch"),

@@ -127,10 +127,15 @@ class SessionStore:
         ends: Sequence[TurnEnd] = (),
         rendering: str = "",
     ) -> bool:
-        """The turn's outcome. False, and nothing changes, when the lease was lost: somebody else's turn is the session's truth now."""
+        """The turn's outcome. False, and nothing changes, when the lease was lost: somebody else's turn is the session's truth now.
+
+        Asked again, because the answer was lost on its way, it changes nothing and is True.
+        """
         key = (tenant, session)
         turn = self._turns.get(key)
         record = await self._load(key)
+        if record is not None and record.ended_by == owner:
+            return True
         if turn is None and record is not None and record.updated > self._started:
             return False
         if turn is not None and turn.owner != owner:
@@ -138,7 +143,8 @@ class SessionStore:
         self._turns.pop(key, None)  # absent when this store was restarted in the middle of the turn
         record = record or SessionRecord(tenant=tenant, session=session, created=time.time())
         turns, total = record.turns + 1, record.cost + cost
-        record = replace(record, tokens=tokens, messages=messages, ends=tuple(ends), rendering=rendering, turns=turns, cost=total)
+        record = replace(record, tokens=tokens, messages=messages, ends=tuple(ends), rendering=rendering)
+        record = replace(record, turns=turns, cost=total, ended_by=owner)
         await self._save(replace(record, marks=marks_within(record), updated=time.time()))
         return True
 

@@ -27,8 +27,10 @@ class BundleStats:
     recoveries_failed: int = 0
     shards_replaced: int = 0
     weights_reread_bytes: int = 0  # in recoveries
-    requests_moved: int = 0  # that went on after a recovery
+    requests_moved: Mapping[str, int] = field(default_factory=dict)  # that went on after a recovery, by what they were doing
     bundles_lost: int = 0  # known to have died with the node's holder
+    exports_running: int = 0  # now
+    imports_running: int = 0  # now
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,8 +52,10 @@ class BundleCounters:
     recoveries_failed: int = 0
     shards_replaced: int = 0
     weights_reread_bytes: int = 0
-    requests_moved: int = 0
+    requests_moved: Counter[str] = field(default_factory=Counter)
     bundles_lost: int = 0
+    exports_running: int = 0
+    imports_running: int = 0
 
     def snapshot(self) -> BundleStats:
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}

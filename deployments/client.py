@@ -39,7 +39,7 @@ class RoutedEngineClient:
         Raises ReplicaLost when no other one took it within `failover_s`.
         """
         passed = list(request.generated)
-        current, cached, deadline = request, request.cached_tokens, 0.0
+        current, admitted, deadline = request, request.admitted, 0.0
         while True:
             progress = False
             try:
@@ -47,7 +47,7 @@ class RoutedEngineClient:
                     async for chunk in chunks:
                         progress = progress or bool(chunk.token_ids)
                         if chunk.usage is not None:
-                            cached, first = chunk.usage.cached_tokens, cached is None
+                            admitted, first = admitted or chunk.usage.admission, admitted is None
                             if not first and chunk.finish is None:
                                 chunk = replace(chunk, usage=None)  # told already
                         passed += chunk.token_ids
@@ -64,7 +64,7 @@ class RoutedEngineClient:
                     raise
                 logger.warning("request %s goes on elsewhere after %d tokens: %s", request.request_id, len(passed), lost)
                 self.moved += 1
-                current = replace(request, generated=tuple(passed), cached_tokens=cached)
+                current = replace(request, generated=tuple(passed), admitted=admitted)
                 await asyncio.sleep(RETRY_S)
 
     async def _attempt(self, request: GenerateRequest, patience_s: float | None) -> AsyncGenerator[TokenChunk, None]:

@@ -107,6 +107,7 @@ class Exporter:
         if checkpoint is None:
             self._counters.exports_failed["evicted"] += 1
             return
+        self._counters.exports_running += 1
         try:
             bundle = await self._tier.take(self._draft(written), self._jobs(group, lineage, checkpoint))
         except EngineFailure as error:
@@ -116,6 +117,7 @@ class Exporter:
             self._fail("ShardLost", error)
             return
         finally:
+            self._counters.exports_running -= 1
             loop.unpin(group, checkpoint)
         self._counters.exports += 1
         self._counters.exported_bytes += bundle.nbytes

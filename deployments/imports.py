@@ -65,7 +65,11 @@ class Importer:
         for candidate in [*fitting[:TRIES], *self._guesses(request, lineage, fitting)]:
             if candidate.at.position - have < self._least(request):
                 continue
-            outcome = await self._restore(loop, group, lineage, candidate, epoch)
+            self._counters.imports_running += 1
+            try:
+                outcome = await self._restore(loop, group, lineage, candidate, epoch)
+            finally:
+                self._counters.imports_running -= 1
             if isinstance(outcome, StateBundle):
                 return outcome
             if candidate.guess and outcome == "lost":

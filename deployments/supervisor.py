@@ -24,7 +24,7 @@ from engine.lineage import Lineage
 from engine.loop import Deliver, EngineLoop
 from engine.retention import Written
 from engine.stats import EngineStats
-from engine.types import FinishReason, GenerateRequest, TokenChunk, Usage
+from engine.types import FinishReason, GenerateRequest, TokenChunk, usage
 
 logger = logging.getLogger("ray.serve")
 BACKOFF_S = 0.2  # before the second attempt of a recovery; doubles
@@ -55,6 +55,7 @@ class _Moved:
 
     request: GenerateRequest
     paused: bool
+    phase: str = ""  # what it was doing when the group was lost; empty: it came meanwhile
 
 
 class Supervisor:
@@ -83,6 +84,7 @@ class Supervisor:
         self._backoff_s = backoff_s
         self._moved: dict[str, _Moved] = {}  # while there is no loop
         self._paused: set[str] = set()
+        self._bringing: set[str] = set()  # requests whose stored state is on its way
         self._attempts: deque[float] = deque()
         self._retired: list[EngineStats] = []  # of earlier loops, levels zero
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -175,10 +177,12 @@ class Supervisor:
 
     async def _bring(self, states: States, loop: EngineLoop, group: int, request: GenerateRequest, lineage: Lineage) -> None:
         miss: str | None = "bug"
+        self._bringing.add(request.request_id)
         try:
             outcome = await states.bring(loop, group, request, lineage)
             miss = outcome if isinstance(outcome, str) else None
         finally:
+            self._bringing.discard(request.request_id)
             loop.release(request.request_id, miss)
 
     def _written(self, loop: EngineLoop, group: int, written: list[Written]) -> None:
@@ -195,10 +199,15 @@ class Supervisor:
             self._deliver(chunks, {} if recover else failures)
         if recover and not self._recovering:
             self._recovering = True
-            self._moved = {r.request_id: _Moved(r, r.request_id in self._paused) for r in loop.open_requests()}
+            self._moved = {r.request_id: _Moved(r, r.request_id in self._paused, self._phase(r)) for r in loop.open_requests()}
             self._spawn(self._recover(loop))
         elif loop.failure is not None and not recover:
             self.failure = self.failure or loop.failure
+
+    def _phase(self, request: GenerateRequest) -> str:
+        if request.request_id in self._bringing:
+            return "import"
+        return "decode" if request.generated else "prefill"
 
     def _lost(self, error: ShardLost) -> None:
         """The group says so itself, maybe while nothing runs."""
@@ -232,7 +241,7 @@ class Supervisor:
         self._counters.recovery_seconds += self._clock() - begin
         self._counters.weights_reread_bytes += sum(self._group.bytes_loaded)
         moved, self._moved = self._moved, {}
-        self._counters.requests_moved += len(moved)
+        self._counters.requests_moved.update(m.phase for m in moved.values() if m.phase)
         logger.info("recovered in %.1f s; %d requests go on", self._clock() - begin, len(moved))
         for name, m in moved.items():
             try:
@@ -278,5 +287,5 @@ class Supervisor:
 
 
 def _cancelled(request: GenerateRequest) -> TokenChunk:
-    usage = Usage(prompt_tokens=len(request.prompt), cached_tokens=request.cached_tokens or 0, completion_tokens=len(request.generated))
-    return TokenChunk(request_id=request.request_id, finish=FinishReason.CANCELLED, usage=usage)
+    told = usage(request, len(request.generated), request.admitted)
+    return TokenChunk(request_id=request.request_id, finish=FinishReason.CANCELLED, usage=told)

@@ -7,7 +7,7 @@ from engine.errors import ContextExceeded, InvalidRequest
 from engine.generation import Generation
 from engine.prefix import Match, Miss
 from engine.stats import Counters
-from engine.types import GenerateRequest
+from engine.types import Admission, GenerateRequest
 
 
 def budget(request: GenerateRequest, config: EngineConfig) -> int:
@@ -36,16 +36,14 @@ def account(g: Generation, match: Match, counters: Counters, *, enabled: bool) -
     """Counts an admitted request as a hit or a miss, once: coming back after a preemption or a move is neither."""
     assert g.lease is not None
     start = g.lease.start
-    if g.cached_tokens is not None:
+    if g.admitted is not None:
         counters.tokens_resumed += start
         counters.tokens_recomputed += g.known - start
         return
-    g.cached_tokens = min(start, g.prompt_len)
-    g.resume_source = g.lease.source
-    counters.tokens_cached += g.cached_tokens
     if start:
+        g.admitted = Admission(cached_tokens=min(start, g.prompt_len), resume_source=g.lease.source)
+        counters.tokens_cached += g.admitted.cached_tokens
         counters.hits += 1
-        g.miss_reason = None
         return
     if not enabled or g.prompt_logprobs is not None:
         why = Miss.DISABLED
@@ -53,5 +51,6 @@ def account(g: Generation, match: Match, counters: Counters, *, enabled: bool) -
         why = Miss.EVICTED
     else:
         why = Miss.NO_STATE if g.seen_before else Miss.NEVER_SEEN
-    g.miss_reason = g.miss_reason or why.value
-    counters.misses[g.miss_reason] += 1
+    reason = g.miss_reason or why.value
+    g.admitted = Admission(cached_tokens=0, miss_reason=reason)
+    counters.misses[reason] += 1

@@ -14,7 +14,7 @@ from engine.cache import Lease
 from engine.errors import InvariantBroken
 from engine.lineage import Lineage
 from engine.marks import Mark
-from engine.types import GenerateRequest, TokenLogprob, Usage
+from engine.types import Admission, GenerateRequest, TokenLogprob, Usage, usage
 
 
 class Status(Enum):
@@ -48,16 +48,15 @@ class Generation:
     told_pages: int = 0  # pages of the lease that the shards know
     marks: list[Mark] = field(default_factory=list)  # ahead of `submitted`, the next one last
     awaits: bytes | None = None  # lineage of a checkpoint that another generation is about to write
-    cached_tokens: int | None = None  # set at the first admission
-    resume_source: str | None = None
-    miss_reason: str | None = None  # set before admission when a stored state could not be used
+    admitted: Admission | None = None  # what the first admission found
+    miss_reason: str | None = None  # set before it when a stored state could not be used
 
     def __post_init__(self) -> None:
         request = self.request
         self.prompt_len = len(request.prompt)
         self.end = self.prompt_len + self.budget - 1
         self.rank = (request.priority, self.arrival)
-        self.cached_tokens = request.cached_tokens
+        self.admitted = request.admitted
         self.solitary = request.constraint is not None
         self.stops = frozenset(request.stop_token_ids)
         wants = request.sampling.prompt_logprobs is not None and not request.generated
@@ -83,13 +82,7 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=self.prompt_len,
-            cached_tokens=self.cached_tokens or 0,
-            completion_tokens=self.generated,
-            resume_source=self.resume_source,
-            miss_reason=self.miss_reason,
-        )
+        return usage(self.request, self.generated, self.admitted)
 
     def deliver_prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
         """All of them at once; None when they were not wanted or went out before."""

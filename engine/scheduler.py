@@ -137,9 +137,7 @@ class Scheduler:
 
     def open_requests(self) -> list[GenerateRequest]:
         """The open requests with all they generated, as another engine would continue them."""
-        return [
-            replace(g.request, generated=tuple(g.lineage.ids[g.prompt_len :]), cached_tokens=g.cached_tokens) for g in self._open.values()
-        ]
+        return [replace(g.request, generated=tuple(g.lineage.ids[g.prompt_len :]), admitted=g.admitted) for g in self._open.values()]
 
     # -- planning
 

@@ -38,6 +38,7 @@ class SessionRecord:
     marks: dict[str, TurnEnd] = field(default_factory=dict)
     pinned: bool = False
     turns: int = 0
+    ended_by: str = ""  # owner of the turn that ended last
     parent: str | None = None  # session that this one was forked from
     created: float = 0.0  # seconds since the epoch
     updated: float = 0.0

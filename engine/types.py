@@ -37,6 +37,15 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """What a stream found when it was first admitted."""
+
+    cached_tokens: int  # prompt tokens whose computation was skipped
+    resume_source: str | None = None  # where their state came from: "device", "store" or "durable"
+    miss_reason: str | None = None  # why nothing was skipped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """One stream of tokens. `prompt` and `generated` are apart so that a moved stream keeps its penalties, budget and usage."""
 
@@ -52,7 +61,7 @@ class GenerateRequest:
     session: str | None = None
     boundaries: tuple[int, ...] = ()  # prompt positions where the renderer asks for a checkpoint (vanishing tail segments)
     constraint: str | None = None  # serialised grammar of `chat.grammar`; None = free
-    cached_tokens: int | None = None  # of a moved stream: what its first admission skipped, as its usage goes on to say
+    admitted: Admission | None = None  # of a moved stream: as its usage goes on to say
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +75,29 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
+    """Token counts, and what the admission found: see `Admission`."""
+
     prompt_tokens: int
-    cached_tokens: int = 0  # prompt tokens whose computation was skipped
+    cached_tokens: int = 0
     completion_tokens: int = 0
-    resume_source: str | None = None  # where the skipped tokens' state came from: "device", "store" or "durable"
-    miss_reason: str | None = None  # why nothing was skipped
+    resume_source: str | None = None
+    miss_reason: str | None = None
+
+    @property
+    def admission(self) -> Admission:
+        return Admission(cached_tokens=self.cached_tokens, resume_source=self.resume_source, miss_reason=self.miss_reason)
+
+
+def usage(request: GenerateRequest, generated: int, admitted: Admission | None) -> Usage:
+    """Of a request that generated so many tokens, wherever it is."""
+    found = admitted or Admission(cached_tokens=0)
+    return Usage(
+        prompt_tokens=len(request.prompt),
+        completion_tokens=generated,
+        cached_tokens=found.cached_tokens,
+        resume_source=found.resume_source,
+        miss_reason=found.miss_reason,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

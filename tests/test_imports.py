@@ -21,7 +21,7 @@ from engine.lineage import Lineage
 from engine.loop import EngineLoop
 from engine.retention import Written
 from engine.session import BundleAt
-from engine.types import GenerateRequest, TokenChunk
+from engine.types import Admission, GenerateRequest, TokenChunk
 from tests.engine.driver import GREEDY
 from tests.fake_executor import FakeExecutor, FakeGroup, Stored, toy_stream
 from tests.specs import engine_spec
@@ -198,10 +198,10 @@ async def test_another_engine_goes_on_from_what_the_first_one_stored() -> None:
     assert tokens == EXPECTED
     assert last.usage is not None
     assert (last.usage.cached_tokens, last.usage.resume_source) == (40, "store")
-    moved = await Engine(tier).run(ask(generated=tuple(EXPECTED[:18]), cached_tokens=3))
+    moved = await Engine(tier).run(ask(generated=tuple(EXPECTED[:18]), admitted=Admission(cached_tokens=3)))
     assert moved[0] == EXPECTED[18:]
     third = Engine(tier)
-    await third.run(ask(generated=tuple(EXPECTED[:18]), cached_tokens=3))
+    await third.run(ask(generated=tuple(EXPECTED[:18]), admitted=Admission(cached_tokens=3)))
     assert third.loop.stats().tokens_recomputed == 41 + 18 - 56
     assert third.counters.imports == {"store": 1}
 
@@ -328,7 +328,7 @@ async def test_an_older_bundle_is_tried_when_the_newest_is_lost() -> None:
     newest = max(tier.bundles.values(), key=lambda f: f.bundle.position)
     tier.bundles[newest.bundle.lineage] = damage_objects(newest)
     engine = Engine(tier)
-    tokens, _ = await engine.run(ask(generated=tuple(EXPECTED[:19]), cached_tokens=0))
+    tokens, _ = await engine.run(ask(generated=tuple(EXPECTED[:19]), admitted=Admission(cached_tokens=0)))
     assert tokens == EXPECTED[19:]
     assert (engine.counters.imports, engine.counters.import_misses) == ({"store": 1}, {"incomplete": 1})
     assert engine.loop.stats().tokens_resumed == 48
@@ -375,10 +375,10 @@ async def test_a_moved_stream_finds_its_states_by_rule_when_nobody_knows_of_them
     await Engine(tier).run(ask())
     tier.index = []  # the holder, the store and their node are gone; the durable tier is not
     engine = Engine(tier, durable_url="s3://bucket/k3")
-    tokens, _ = await engine.run(ask(generated=tuple(EXPECTED[:18]), cached_tokens=0))
+    tokens, _ = await engine.run(ask(generated=tuple(EXPECTED[:18]), admitted=Admission(cached_tokens=0)))
     assert tokens == EXPECTED[18:]
     assert (engine.counters.imports, engine.counters.import_misses) == ({"store": 1}, {})
     assert engine.loop.stats().tokens_resumed == 56
     empty = Engine(ToyTier(), durable_url="s3://bucket/k3")
-    tokens, _ = await empty.run(ask(generated=tuple(EXPECTED[:18]), cached_tokens=0))
+    tokens, _ = await empty.run(ask(generated=tuple(EXPECTED[:18]), admitted=Admission(cached_tokens=0)))
     assert (tokens, empty.counters.import_misses) == (EXPECTED[18:], {})

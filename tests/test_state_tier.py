@@ -248,16 +248,17 @@ async def test_turns_are_leased_and_survive_the_stores_death() -> None:
             await store.begin.remote("t", "s", "ingress-2", 30.0)
         await store.begin.remote("u", "s", "ingress-2", 30.0)  # another tenant's session of that name
         assert await store.finish.remote("t", "s", "ingress-1", tokens=b"1234", messages=b"[]", cost=1.0)
-        assert not await store.finish.remote("t", "s", "ingress-1", tokens=b"5678", messages=b"[]", cost=1.0), "that turn is over"
+        assert await store.finish.remote("t", "s", "ingress-1", tokens=b"1234", messages=b"[]", cost=1.0), "the first answer was lost"
+        assert not await store.finish.remote("t", "s", "ingress-0", tokens=b"5678", messages=b"[]", cost=1.0), "that turn is over"
         await store.attach.remote("t", "s", BundleAt(position=10, lineage="b1"))
-        await store.begin.remote("t", "s", "ingress-1", 30.0)
+        await store.begin.remote("t", "s", "ingress-3", 30.0)
         made = await keeper.take.remote(draft("b1"), [(Exporter.remote(), p) for p in parts("b1")])
         await kill(store)
         record = await store.get.remote("t", "s")
         assert (record.tokens, record.turns, record.bundles) == (b"1234", 1, (BundleAt(position=10, lineage="b1"),))
         [found] = await store.find.remote([made.anchor], "t", "s")
         assert (found.at, found.holders) == (BundleAt(position=10, lineage="b1"), ("k3-holder-turns",))
-        assert await store.finish.remote("t", "s", "ingress-1", tokens=b"12345678", messages=b"[]", cost=1.0), "the turn went on meanwhile"
+        assert await store.finish.remote("t", "s", "ingress-3", tokens=b"12345678", messages=b"[]", cost=1.0), "the turn went on meanwhile"
         with pytest.raises(UnknownSession):
             await store.get.remote("nobody", "s")
     finally:
@@ -280,8 +281,8 @@ async def test_sessions_are_there_after_a_restart_of_everything(tmp_path: Path) 
     url = f"file://{tmp_path}"
     store = ray.remote(SessionStore).options(num_cpus=0).remote(60.0, url)
     for turn in range(20):
-        await store.begin.remote("t", "s", "i", 30.0)
-        await store.finish.remote("t", "s", "i", tokens=bytes([turn]) * 4, messages=b"[]", cost=0.5)
+        await store.begin.remote("t", "s", f"i{turn}", 30.0)
+        await store.finish.remote("t", "s", f"i{turn}", tokens=bytes([turn]) * 4, messages=b"[]", cost=0.5)
     await store.create.remote(SessionRecord(tenant="t", session="gone"))
     await store.delete.remote("t", "gone")
     await store.flush.remote()

@@ -124,6 +124,8 @@ async def test_streams_go_on_with_the_same_tokens(lose_at: tuple[int, ...]) -> N
         assert isinstance(end, TokenChunk)
         assert end.usage is not None
         assert end.usage.completion_tokens == len(harness.tokens[name])
+    assert set(harness.counters.requests_moved) <= {"prefill", "decode"}
+    assert sum(harness.counters.requests_moved.values()) >= harness.counters.recoveries
     assert stats.tokens_cached == sum(e.usage.cached_tokens for e in harness.ends.values() if isinstance(e, TokenChunk) and e.usage)
     await harness.engine.stop()
 
@@ -192,7 +194,8 @@ async def test_during_a_recovery_requests_wait_and_can_be_cancelled_and_paused()
     harness.engine.pause("slow")
     end = harness.ends["leaves"]
     assert isinstance(end, TokenChunk)
-    assert (end.finish, end.usage) == (FinishReason.CANCELLED, Usage(prompt_tokens=21, cached_tokens=20, completion_tokens=so_far))
+    told = Usage(prompt_tokens=21, cached_tokens=20, completion_tokens=so_far, resume_source="device")
+    assert (end.finish, end.usage) == (FinishReason.CANCELLED, told)
     group.may_reform.set()
     await harness.ended("early", "late")
     assert harness.tokens["early"] == toy_stream(PROMPT, 30, sampling=GREEDY)

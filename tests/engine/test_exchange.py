@@ -160,7 +160,8 @@ def test_a_moved_stream_keeps_its_usage_and_is_counted_as_computed_again() -> No
     for _ in range(8):
         first.step()
     [moved] = first.scheduler.open_requests()
-    assert moved.cached_tokens == 20
+    assert moved.admitted is not None
+    assert moved.admitted.cached_tokens == 20
     assert 0 < len(moved.generated) < 12
     second = Driver(config())
     second.add(moved)
@@ -168,7 +169,7 @@ def test_a_moved_stream_keeps_its_usage_and_is_counted_as_computed_again() -> No
     assert (*moved.generated, *second.tokens("r")) == tuple(toy_stream(PROMPT, 12, sampling=GREEDY))
     usage = second.chunks["r"][-1].usage
     assert usage is not None
-    assert (usage.cached_tokens, usage.completion_tokens) == (20, 12)
+    assert (usage.cached_tokens, usage.resume_source, usage.completion_tokens) == (20, "device", 12)
     stats = second.scheduler.stats()
     assert (stats.tokens_cached, stats.hits, stats.misses, stats.tokens_recomputed) == (0, 0, {}, 21 + len(moved.generated))
 
