@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
-from pydantic import ValidationError
 
-from app import plan_command, serve_modes
+from app import doctor_command, plan_command, serve_modes
 from app.config import ServiceConfig
+from app.options import URL, ConfigFile, Json, Key, Settings, Url, authorization, read_config, read_key
 from app.terminal import clear_errors, hold_conversation, print_reply, print_table, refuse, stderr
-
-URL = "http://127.0.0.1:8000/v1"
 
 cli = typer.Typer(
     name="k3",
@@ -33,13 +30,8 @@ cli = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 cli.add_typer(plan_command.commands)  # plan, cost
+cli.add_typer(doctor_command.commands)
 
-Settings = Annotated[
-    list[str] | None, typer.Argument(help="ServiceConfig fields as key=value; `k3 config` lists them", metavar="[KEY=VALUE]...")
-]
-Json = Annotated[bool, typer.Option("--json", help="print JSON, one object a line")]
-Url = Annotated[str, typer.Option(help="base URL of the server's OpenAI API")]
-Key = Annotated[str | None, typer.Option(help="API key, or `file:PATH` to read it from a file")]
 TokenizerDir = Annotated[Path | None, typer.Option(help="directory with tiktoken.model and tokenizer_config.json; none = the tiny one")]
 CaseFile = Annotated[str, typer.Argument(help="a JSON object, a list of them, or JSON lines; `-` reads standard input", metavar="FILE")]
 
@@ -50,34 +42,6 @@ class Mode(StrEnum):
     HAPROXY = "haproxy"
     THROUGHPUT = "throughput"
     DEFAULT = "default"
-
-
-def read_config(settings: list[str], file: Path | None) -> ServiceConfig:
-    """`key=value` words over a YAML file of the same keys (a bare mapping, or Serve's config file with applications[0].args)."""
-    values: dict[str, Any] = {}
-    if file is not None:
-        try:
-            loaded = yaml.safe_load(file.read_text()) or {}
-            values = loaded["applications"][0].get("args", {}) if "applications" in loaded else loaded
-        except OSError as error:
-            refuse(f"{file}: {error.strerror}")
-        except (yaml.YAMLError, LookupError, TypeError, AttributeError) as error:
-            refuse(f"{file}: expected a mapping of configuration keys, or Serve's config file with applications[0].args: {error}")
-        if not isinstance(values, dict):
-            refuse(f"{file}: expected a mapping of configuration keys, got {type(values).__name__}")
-    for word in settings:
-        key, equals, value = word.partition("=")
-        if not equals:
-            refuse(f"expected key=value, got {word!r} (for example: model=/data/kimi-k3 tp=8 ep=64)")
-        values[key] = value
-    try:
-        return ServiceConfig.model_validate(values)
-    except ValidationError as error:
-        refuse(
-            "; ".join(
-                f"{'.'.join(str(p) for p in e['loc']) or 'configuration'}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()
-            )
-        )
 
 
 @cli.command()
@@ -98,7 +62,7 @@ def config(as_json: Json = False) -> None:
 @cli.command()
 def serve(
     settings: Settings = None,
-    file: Annotated[Path | None, typer.Option("--config", help="YAML of the same fields; key=value words win over it")] = None,
+    file: ConfigFile = None,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0 = every interface")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen on", min=1, max=65535)] = 8000,
     mode: Annotated[Mode, typer.Option(help="Serve's data path; haproxy is the fastest")] = Mode.HAPROXY,
@@ -147,7 +111,7 @@ def chat(
         body["thinking"] = {"type": "disabled"}
 
     async def converse() -> None:
-        async with httpx.AsyncClient(base_url=url, headers=_authorization(api_key), timeout=TIMEOUT) as client:
+        async with httpx.AsyncClient(base_url=url, headers=authorization(api_key), timeout=TIMEOUT) as client:
             talk = Talk(client=client, model=model, system=system, session=session, options=body)
             if message:
                 await print_reply(talk, " ".join(message))
@@ -186,7 +150,7 @@ def bench(
     from app.bench import Load, run_load
 
     rows: list[dict[str, Any]] = []
-    key = _key(api_key)
+    key = read_key(api_key)
     for count in streams or [1, 8, 32]:
         load = Load(
             url=url.rstrip("/"),
@@ -307,19 +271,6 @@ def _each_case(
             print(show(result))
     if refused:
         raise typer.Exit(1)
-
-
-def _key(value: str | None) -> str | None:
-    """Secrets by reference: `file:PATH` keeps them out of the shell's history and the process list."""
-    if value is None or not value.startswith("file:"):
-        return value
-    with clear_errors():
-        return Path(value.removeprefix("file:")).read_text().strip()
-
-
-def _authorization(value: str | None) -> dict[str, str]:
-    key = _key(value)
-    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def _line() -> str | None:

@@ -34,7 +34,7 @@ def switch_on(mode: str) -> None:
         for name, port in HA_PROXY_PORTS.items():
             if name not in os.environ and not _free(port):
                 os.environ[name] = str(_free_port())  # another Serve of this machine has it, and HAProxy would not start
-    if "ray" not in sys.modules and _starts_its_own():
+    if "ray" not in sys.modules and cluster_address() is None:
         os.environ.setdefault(*NO_CLUSTER)
     # Ray writes a token file into the home directory unless told.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -58,10 +58,12 @@ def running_mode() -> str:
     return "throughput" if os.environ.get(THROUGHPUT) == "1" else "default"
 
 
-def _starts_its_own() -> bool:
-    """No cluster is named, and none was started here with `ray start`."""
+def cluster_address() -> str | None:
+    """The Ray cluster that this machine's commands join: of RAY_ADDRESS, or started here with `ray start`; None: they start their own."""
     address = os.environ.get("RAY_ADDRESS", "")
-    return address == "local" or (not address and not CURRENT_CLUSTER.exists())
+    if address == "local" or (not address and not CURRENT_CLUSTER.exists()):
+        return None
+    return address or "auto"
 
 
 def _free(port: int) -> bool:

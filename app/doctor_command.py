@@ -1,0 +1,284 @@
+"""`k3 doctor`: everything that can be checked before traffic, on this machine or on all nodes of a Ray cluster, within a stated time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from app import serve_modes
+from app.config import ServiceConfig
+from app.options import ConfigFile, Json, Key, Settings, authorization, read_config
+from app.terminal import clear_errors, stderr
+from cluster.doctor import CheckFailed, CheckHung, Finding, Status, fail, in_child, ok, together, warn
+from cluster.doctor_files import judge_fingerprints
+from cluster.doctor_links import links_here
+from cluster.doctor_node import NodeAsk, inspect_node, judge_accelerators, judge_clocks, judge_disks, judge_software
+from engine.errors import CheckpointError, K3Error
+
+commands = typer.Typer()
+
+SPILL_DIR = "/tmp/ray"  # Ray's own default
+STYLES = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
+RAY_FIX = "see `ray status` there; restart Ray with `ray stop` and `ray start`"
+
+
+class Step(StrEnum):
+    """Steps that start processes of their own, and may be left out."""
+
+    LINKS = "links"
+    GOLDEN = "golden"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """What is to be examined. `address`: of a Ray cluster; None: this machine alone. `limit_s`: of each of the four steps."""
+
+    config: ServiceConfig
+    host: str = "127.0.0.1"
+    port: int = 8000
+    address: str | None = None
+    url: str | None = None
+    headers: Mapping[str, str]
+    golden: Path | None = None
+    limit_s: float = 30.0
+    skip: frozenset[str] = frozenset()
+
+
+@commands.command("doctor")
+def check_up(
+    settings: Settings = None,
+    file: ConfigFile = None,
+    host: Annotated[str, typer.Option(help="address that will be served on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port that will be served on", min=1, max=65535)] = 8000,
+    address: Annotated[
+        str | None, typer.Option(help="Ray cluster, as host:port or `auto`; none = the one that `k3 serve` would join, else this machine")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="base URL of a server that runs already (…/v1): the golden prompts are asked there")
+    ] = None,
+    golden: Annotated[
+        Path | None, typer.Option(help='JSON: {name: {"ids": [prompt], "tokens": [greedy reply]}}; none = the embedded model\'s own')
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="seconds for each of the four steps; what has not answered by then failed", min=5)] = 30.0,
+    skip: Annotated[list[Step] | None, typer.Option(help="leave a step out: links | golden; repeat for both")] = None,
+    as_json: Json = False,
+    api_key: Key = None,
+) -> None:
+    """Check everything before traffic, with the words that `k3 serve` will get: files, nodes, links, stores, clocks, ports, tokens.
+
+    Says what is wrong, why it matters and what mends it. Exit code 1 when something failed.
+    It ends within four times --timeout, whatever hangs.
+
+    Examples: `k3 doctor` · `k3 doctor model=/data/kimi-k3 tp=8 ep=64 durable_url=s3://sessions/k3` · `k3 doctor --url http://127.0.0.1:8000/v1`
+    """
+    wanted = Examination(
+        config=read_config(settings or [], file),
+        host=host,
+        port=port,
+        address=address or serve_modes.cluster_address(),
+        url=url.rstrip("/") if url else None,
+        headers=authorization(api_key),
+        golden=golden,
+        limit_s=timeout,
+        skip=frozenset(skip or ()),
+    )
+    serve_modes.switch_on("default")
+    findings: list[Finding] = []
+    with clear_errors(), stderr.status("looking"):
+        for finding in examine(wanted):
+            findings.append(finding)
+            if as_json:
+                print(json.dumps(_plain(finding)), flush=True)
+    if not as_json:
+        _show(findings)
+    if any(f.status is Status.FAIL for f in findings):
+        raise typer.Exit(1)
+
+
+def examine(wanted: Examination) -> Iterator[Finding]:
+    """Four steps, each within `limit_s`: nodes and ports; the configuration against them; links; golden tokens."""
+    from app.golden import EMBEDDED, read_golden
+
+    goldens = read_golden(wanted.golden) if wanted.golden is not None else [EMBEDDED] if wanted.config.model is None else []
+    yield from together({"ports": lambda: _ports(wanted), "server": lambda: _server(wanted)}, wanted.limit_s)
+    faulty = False
+    gpus = 0
+    for finding, seen in _nodes(wanted):
+        faulty |= finding.status is Status.FAIL and finding.check in ("files", "fingerprint")
+        gpus = seen
+        yield finding
+    configured = _configuration(wanted.config, gpus, told=faulty)
+    yield from configured
+    device = "cuda" if wanted.config.device == "cuda" or (wanted.config.device == "auto" and gpus >= _need(wanted.config)) else "cpu"
+    if Step.LINKS not in wanted.skip:
+        yield from _links(wanted, device, gpus)
+    if Step.GOLDEN in wanted.skip or any(f.status is Status.FAIL for f in configured) or faulty:
+        return
+    if not goldens:
+        yield warn("golden", "no tokens were checked", "give --golden FILE with a prompt and its reply, made on a machine that you trust")
+    elif wanted.url is not None:
+        url = wanted.url
+        from app.golden import golden_of_server
+
+        yield from together({"golden": lambda: golden_of_server(url, wanted.headers, goldens, wanted.limit_s)}, wanted.limit_s, url)
+    else:
+        yield from _child_findings("golden", _golden_child, wanted.address, wanted.config, goldens, limit_s=wanted.limit_s)
+
+
+def _nodes(wanted: Examination) -> Iterator[tuple[Finding, int]]:
+    """Findings of and about the nodes, each with the number of accelerators that a service could have."""
+    from app.default_model import ensure_default_model
+
+    config = wanted.config
+    ask = NodeAsk(
+        model_dir=str(config.model or ensure_default_model()),
+        spill_dir=SPILL_DIR,
+        durable_url=config.durable_url,
+        durable_endpoint_url=config.durable_endpoint_url,
+        limit_s=wanted.limit_s,
+    )
+    if wanted.address is None:
+        nodes = [inspect_node(socket.gethostname(), ask)]
+        gpus = len(nodes[0].accelerators.names)
+        findings = []
+    else:
+        from cluster.doctor_ray import ClusterFacts, look_at_cluster
+
+        try:
+            facts: ClusterFacts = in_child(look_at_cluster, wanted.address, ask, wanted.limit_s - 5, limit_s=wanted.limit_s)
+        except (CheckHung, CheckFailed) as error:
+            yield fail("ray", f"the cluster at {wanted.address}: {error}", RAY_FIX, wanted.address), 0
+            return
+        nodes, gpus = list(facts.nodes), facts.num_gpus
+        findings = [*facts.findings, *judge_clocks(facts.offsets, "this machine")]
+    findings += [f for n in nodes for f in n.findings]
+    if nodes:
+        findings += judge_fingerprints([(n.name, n.fingerprint) for n in nodes])
+        findings += judge_software(nodes)
+        findings += judge_accelerators(nodes, need=_need(config), device=config.device)
+        findings += judge_disks(nodes, store_bytes=int(config.store_bytes) if config.state_store else 0, spill_dir=SPILL_DIR)
+    for finding in findings:
+        yield finding, gpus
+
+
+def _need(config: ServiceConfig) -> int:
+    return config.shards * config.replicas
+
+
+def _configuration(config: ServiceConfig, gpus: int, told: bool) -> list[Finding]:
+    """What `k3 serve` would refuse. `told`: a fault of the checkpoint has its finding already."""
+    from app.resolve import resolve
+
+    try:
+        plan = resolve(config, gpus=gpus)
+    except CheckpointError as error:
+        return [] if told else [fail("configuration", str(error), "mend the checkpoint")]
+    except K3Error as error:
+        return [fail("configuration", str(error), "correct what it names; `k3 config` lists every field")]
+    shards, engine = plan.engine.shards, plan.engine.engine
+    what = (
+        f"{config.replicas} x {shards.shards} shards, tp {shards.tp}, {shards.device} {shards.dtype}; {engine.num_pages:,} pages, "
+        f"{engine.num_slots} slots, {engine.max_model_len:,} tokens a session"
+    )
+    return [ok("configuration", what)]
+
+
+def _ports(wanted: Examination) -> list[Finding]:
+    if wanted.url is not None:
+        return []  # it is served already
+    try:
+        serve_modes.check_free(wanted.host, wanted.port)
+    except K3Error as error:
+        return [fail("ports", str(error), "end what listens there, or choose another --port (for a running server: --url)")]
+    return [ok("ports", f"{wanted.host}:{wanted.port} is free")]
+
+
+def _server(wanted: Examination) -> list[Finding]:
+    if wanted.url is None:
+        return []
+    import httpx
+
+    health = wanted.url.removesuffix("/v1") + "/health"
+    try:
+        answer = httpx.get(health, timeout=httpx.Timeout(wanted.limit_s / 2, connect=5))
+    except httpx.HTTPError as error:
+        return [fail("server", f"{health}: {error}", "start it, or correct --url", wanted.url)]
+    if answer.status_code != 200:
+        return [fail("server", f"{health} answers {answer.status_code}: {answer.text[:200]}", "see the server's logs", wanted.url)]
+    return [ok("server", f"{health} answers 200", wanted.url)]
+
+
+def _links(wanted: Examination, device: str, gpus: int) -> list[Finding]:
+    if wanted.address is None:
+        devices = [f"cuda:{i}" for i in range(gpus)] if device == "cuda" else ["cpu", "cpu"]
+        if len(devices) < 2:
+            return []
+        return together({"links": lambda: links_here(devices, wanted.limit_s - 2)}, wanted.limit_s)
+    from cluster.doctor_ray import measure_cluster
+
+    return _child_findings("links", measure_cluster, wanted.address, device, wanted.limit_s - 5, limit_s=wanted.limit_s)
+
+
+def _child_findings(check: str, function: Any, *args: Any, limit_s: float) -> list[Finding]:
+    try:
+        found: list[Finding] = in_child(function, *args, limit_s=limit_s)
+    except CheckHung as error:
+        return [fail(check, str(error), "see what hangs (a dead peer, a dead mount), or give it more --timeout")]
+    except CheckFailed as error:
+        return [fail(check, str(error), "mend what it names, then run this again")]
+    return found
+
+
+def _golden_child(address: str | None, config: ServiceConfig, goldens: Sequence[Any]) -> list[Finding]:
+    """In a process of its own: joins the cluster, or starts a Ray that ends with it."""
+    import logging
+
+    import ray
+
+    from app.golden import golden_of_shards
+    from app.serving import local_ray
+
+    if address is not None:
+        ray.init(address=address, namespace="serve", logging_level=logging.ERROR, log_to_driver=False)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    with local_ray():
+        return asyncio.run(golden_of_shards(config, goldens))
+
+
+def _plain(f: Finding) -> dict[str, Any]:
+    return {
+        "check": f.check,
+        "status": f.status.value,
+        "where": f.where,
+        "what": f.what,
+        "why": f.why,
+        "fix": f.fix,
+        "figures": dict(f.figures),
+    }
+
+
+def _show(findings: Sequence[Finding]) -> None:
+    table = Table(box=box.SIMPLE)
+    for column in ("", "check", "where", "finding"):
+        table.add_column(column, overflow="fold")
+    for f in findings:
+        table.add_row(f"[{STYLES[f.status]}]{f.status}[/]", f.check, f.where, f.what)
+    console = Console()
+    console.print(table)
+    for f in findings:
+        if f.status is not Status.OK:
+            console.print(f"[{STYLES[f.status]}]{f.status}[/] {f.check}{' on ' + f.where if f.where else ''}:", end=" ", highlight=False)
+            console.print(f"{f.what}\n     why: {f.why}\n     fix: {f.fix}", markup=False, highlight=False, soft_wrap=True)
+    counts = {status: sum(f.status is status for f in findings) for status in Status}
+    console.print(f"{counts[Status.OK]} ok, {counts[Status.WARN]} to look at, {counts[Status.FAIL]} failed", highlight=False)
