@@ -10,7 +10,9 @@ from app.config import ServiceConfig
 if TYPE_CHECKING:
     from ray.serve import Application
 
-__all__ = ["ServiceConfig", "deployment"]
+    from app.resolve import ServicePlan
+
+__all__ = ["ServiceConfig", "application", "deployment"]
 
 
 def deployment(config: ServiceConfig) -> "Application":
@@ -18,14 +20,19 @@ def deployment(config: ServiceConfig) -> "Application":
 
     Raises ConfigError or CheckpointError, before anything is allocated, for what cannot run: files, sizes, widths, budget.
     """
+    from app.resolve import resolve
+
+    return application(config, resolve(config))
+
+
+def application(config: ServiceConfig, plan: "ServicePlan") -> "Application":
+    """The same for a plan that was made before."""
     from ray import serve
 
     from app.ingress import Ingress
-    from app.resolve import resolve
     from cluster.placement import bundles
     from deployments.engine import EngineReplica
 
-    plan = resolve(config)
     shards = plan.engine.shards
     requests = (plan.engine.engine.max_running + plan.engine.engine.max_queued) * shards.num_groups
     engine = serve.deployment(EngineReplica).options(  # type: ignore[attr-defined]  # Serve's overloads

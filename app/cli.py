@@ -72,16 +72,17 @@ def serve(
     Examples: `k3 serve` · `k3 serve model=/data/kimi-k3 tp=8 ep=64 cache_bytes=20GiB` · `k3 serve --config ray_config.yaml --port 9000`
     """
     settled = read_config(settings or [], file)
-    from app.resolve import resolve
+    from app.resolve import find_checkpoint, resolve
 
     with clear_errors():  # what can be refused is refused before Ray is started, or even imported
-        resolve(settled, gpus=settled.shards * settled.replicas)
+        checkpoint = find_checkpoint(settled)
+        resolve(settled, gpus=settled.shards * settled.replicas, checkpoint=checkpoint)
         serve_modes.check_free(host, port)
     serve_modes.switch_on(mode.value)
     from app.serving import run
 
     with clear_errors():
-        run(settled, host=host, port=port)
+        run(settled, checkpoint, host=host, port=port)
 
 
 @cli.command()
@@ -230,16 +231,17 @@ def score(
     """
     words = [f"model={model}", f"tp={tp}", f"device={device}", f"dtype={dtype}", *([f"ep={ep}"] if ep else [])]
     settled = read_config(words, None)
-    from app.resolve import resolve
+    from app.resolve import find_checkpoint, resolve
     from app.score import read_prompts
 
     with clear_errors():
-        named = read_prompts(prompts, resolve(settled, gpus=settled.shards).served.vocab_size)
+        checkpoint = find_checkpoint(settled)
+        named = read_prompts(prompts, resolve(settled, gpus=settled.shards, checkpoint=checkpoint).served.vocab_size)
     serve_modes.switch_on(Mode.DEFAULT.value)
     from app.serving import score_prompts
 
     with clear_errors():
-        asyncio.run(score_prompts(settled, named, out, chunk))
+        asyncio.run(score_prompts(settled, checkpoint, named, out, chunk))
 
 
 def _each_case(

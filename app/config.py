@@ -48,7 +48,10 @@ class ServiceConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
 
     # What is served
-    model: MaybePath = Field(None, description="checkpoint directory in the released layout; none = a tiny random K3 made on first start")
+    model: MaybeText = Field(
+        None, description="released layout in a folder, file:///path or s3://bucket/prefix; none = a tiny random K3 made on first start"
+    )
+    model_endpoint_url: MaybeText = Field(None, description="of an S3-compatible server that has the model; none = AWS")
     tokenizer: MaybePath = Field(None, description="directory with tiktoken.model and tokenizer_config.json; none = beside the model")
     served_model_name: str = Field("kimi-k3", min_length=1, description="the id clients use; several clients look for `kimi-k3` in it")
     aliases: Names = Field((), description="further ids that mean the same model")
@@ -107,7 +110,9 @@ class ServiceConfig(BaseModel):
     # Failure detection
     shard_timeout_s: PositiveFloat = Field(60.0, description="a step or a collective longer than this fails the shard group")
     heartbeat_s: PositiveFloat = Field(1.0, description="how often the replica looks after its shards")
-    start_timeout_s: PositiveFloat = Field(600.0, description="longest time to place, load and connect the shards")
+    load_buffer_bytes: ByteSize = Field(ByteSize(2 * 2**30), gt=0, description="host memory of a node for weights on their way in")
+    load_threads: PositiveInt = Field(16, description="reads of one shard at a time while it loads")
+    load_patience_s: PositiveFloat = Field(300.0, description="how long not a byte of weights may arrive before a start gives up")
     recovery_attempts: PositiveInt = Field(5, description="times within recovery_window_s that lost shards are replaced before giving up")
     recovery_window_s: PositiveFloat = Field(300.0, description="see recovery_attempts")
     failover_timeout_s: PositiveFloat = Field(300.0, description="how long a stream whose replica died waits for another one")

@@ -143,6 +143,7 @@ def _nodes(wanted: Examination) -> Iterator[tuple[Finding, int]]:
     config = wanted.config
     ask = NodeAsk(
         model_dir=str(config.model or ensure_default_model()),
+        model_endpoint_url=config.model_endpoint_url,
         spill_dir=SPILL_DIR,
         durable_url=config.durable_url,
         durable_endpoint_url=config.durable_endpoint_url,

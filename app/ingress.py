@@ -29,6 +29,7 @@ from app.session_actors import HolderBundles, SessionActor
 from app.session_desk import SessionDesk
 from app.session_file import SessionFiles, read_export_key
 from chat.tokenizer import Tokenizer
+from cluster.checkpoint import tokenizer_folder
 from deployments.client import RoutedEngineClient
 from engine.errors import InvalidRequest
 from engine.types import GenerateRequest, SamplingParams, TokenChunk
@@ -51,10 +52,11 @@ class Ingress:
             HolderBundles(config) if config.state_store else None,
             SessionFiles(read_export_key(config.export_key), served.fingerprint) if config.export_key else None,
         )
+        words = tokenizer_folder(served.tokenizer_dir, config.model_endpoint_url) if served.tokenizer_dir else None
         self._service = Service.from_config(
             config,
             engine=self._engine,
-            tokenizer=Tokenizer.from_dir(served.tokenizer_dir) if served.tokenizer_dir else None,
+            tokenizer=Tokenizer.from_dir(words) if words else None,
             max_model_len=served.max_model_len,
             vocab_size=served.vocab_size,
             stop_ids=served.eos_token_ids,

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from app.config import ServiceConfig
 from app.default_model import ensure_default_model
 from app.session_file import read_export_key
 from chat.tokenizer import TINY_TOKENIZER_DIR, Tokenizer
+from cluster.checkpoint import Checkpoint, has_tokenizer, read_checkpoint, read_config, tokenizer_folder
 from cluster.durable import check_url
 from cluster.pools import PoolBytes, pool_bytes, pool_sizes
+from cluster.weight_reader import LoadSettings
+from cluster.weight_source import open_source
 from deployments.spec import EngineSpec, RecoverySpec, ShardSpec, StateSpec
 from engine.bundle import Schema
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.lineage import BLOCK
 from model.config import ModelConfig
-from model.fingerprint import checkpoint_fingerprint
-from model.weights import Shard, check_checkpoint
+from model.weights import Shard
 
 SEGMENT_BYTES = 64 * 2**20  # of one stored run of latents
 # K3's state is 429 MiB: at 512 KiB a token it leaves a row every 1,024 tokens, 1.6 GB/s for a replica that generates 3,200 tokens/s.
@@ -32,7 +33,7 @@ class Served:
 
     max_model_len: int
     vocab_size: int
-    tokenizer_dir: str | None  # None: token ids only
+    tokenizer_dir: str | None  # a folder or s3://…; None: token ids only
     eos_token_ids: tuple[int, ...]
     fingerprint: str  # hex digest of the model's identity
 
@@ -43,12 +44,20 @@ class ServicePlan:
     served: Served
 
 
-def resolve(config: ServiceConfig, *, gpus: int | None = None) -> ServicePlan:
-    """`gpus`: accelerators of the cluster; None asks Ray. Raises ConfigError, CheckpointError."""
-    model_dir = config.model or ensure_default_model()
-    model = ModelConfig.from_dir(model_dir)
-    Shard(tp_size=config.tp_size, ep_size=config.shards).check(model)
-    tensors = check_checkpoint(model_dir, model)
+def find_checkpoint(config: ServiceConfig) -> Checkpoint:
+    """The model's headers, read and checked: half a minute's work for the released one. Raises ConfigError, CheckpointError."""
+    url = config.model or str(ensure_default_model())
+    Shard(tp_size=config.tp_size, ep_size=config.shards).check(read_config(open_source(url, config.model_endpoint_url)))
+    return read_checkpoint(url, config.model_endpoint_url)
+
+
+def resolve(config: ServiceConfig, *, gpus: int | None = None, checkpoint: Checkpoint | None = None) -> ServicePlan:
+    """`gpus`: accelerators of the cluster; None asks Ray. `checkpoint`: what `find_checkpoint` found before.
+
+    Raises ConfigError, CheckpointError.
+    """
+    checkpoint = checkpoint or find_checkpoint(config)
+    model = checkpoint.config
     device = _device(config, _cluster_gpus() if gpus is None else gpus)
     dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
     element = 4 if dtype == "float32" else 2
@@ -68,8 +77,8 @@ def resolve(config: ServiceConfig, *, gpus: int | None = None) -> ServicePlan:
         num_slots=config.num_slots,
     )
     state = _state(config, model, dtype)
-    tokenizer_dir = _tokenizer_dir(config, model_dir)
-    tokenizer = Tokenizer.from_dir(tokenizer_dir) if tokenizer_dir else None
+    tokenizer_dir = _tokenizer_dir(config, checkpoint)
+    tokenizer = Tokenizer.from_dir(tokenizer_folder(tokenizer_dir, config.model_endpoint_url)) if tokenizer_dir else None
     if tokenizer and tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
             f"the tokenizer in {tokenizer_dir} has {tokenizer.vocab_size} ids, the checkpoint's vocabulary only {model.vocab_size}: "
@@ -77,13 +86,17 @@ def resolve(config: ServiceConfig, *, gpus: int | None = None) -> ServicePlan:
         )
     if config.export_key is not None:
         read_export_key(config.export_key)
-    fingerprint = checkpoint_fingerprint(model, tensors.values())
     return ServicePlan(
         engine=EngineSpec(
             shards=ShardSpec(
-                model_dir=str(model_dir),
+                model_dir=checkpoint.url,
+                model_endpoint_url=checkpoint.endpoint_url,
+                checkpoint=checkpoint,
+                loading=LoadSettings(
+                    buffer_bytes=int(config.load_buffer_bytes), threads=config.load_threads, patience_s=config.load_patience_s
+                ),
                 vocab_size=model.vocab_size,
-                tokenizer_dir=str(tokenizer_dir) if tokenizer_dir else None,
+                tokenizer_dir=tokenizer_dir,
                 tp=config.tp_size,
                 shards=config.shards,
                 device=device,
@@ -110,16 +123,16 @@ def resolve(config: ServiceConfig, *, gpus: int | None = None) -> ServicePlan:
                 checkpoint_decode_interval=state.stake_tokens,
                 run_ahead=config.run_ahead,
             ),
-            fingerprint=fingerprint,
+            fingerprint=checkpoint.fingerprint,
             state=state if config.state_store else None,
             recovery=RecoverySpec(attempts=config.recovery_attempts, window_s=config.recovery_window_s),
         ),
         served=Served(
             max_model_len=max_model_len,
             vocab_size=model.vocab_size,
-            tokenizer_dir=str(tokenizer_dir) if tokenizer_dir else None,
+            tokenizer_dir=tokenizer_dir,
             eos_token_ids=tuple(tokenizer.stop_ids) if tokenizer else (model.eos_token_id,),
-            fingerprint=fingerprint,
+            fingerprint=checkpoint.fingerprint,
         ),
     )
 
@@ -187,9 +200,9 @@ def _affordable(longest: int, cost: PoolBytes, config: ServiceConfig) -> int:
     return min(longest, sizes.num_pages * config.page_size)
 
 
-def _tokenizer_dir(config: ServiceConfig, model_dir: Path) -> Path | None:
+def _tokenizer_dir(config: ServiceConfig, checkpoint: Checkpoint) -> str | None:
     if config.tokenizer is not None:
-        return config.tokenizer
+        return str(config.tokenizer)
     if config.model is None:
-        return TINY_TOKENIZER_DIR
-    return model_dir if (model_dir / "tiktoken.model").exists() else None
+        return str(TINY_TOKENIZER_DIR)
+    return checkpoint.url if has_tokenizer(checkpoint.url, checkpoint.endpoint_url) else None

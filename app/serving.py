@@ -16,10 +16,11 @@ from ray import serve
 from rich.console import Console
 from rich.progress import Progress
 
-from app import deployment, serve_modes
+from app import application, serve_modes
 from app.config import ServiceConfig
 from app.resolve import resolve
 from app.score import Prompts, score, score_spec, write_logits
+from cluster.checkpoint import Checkpoint
 from deployments.shard_group import ShardGroup
 from engine.errors import EngineFailure
 
@@ -47,7 +48,7 @@ def local_ray() -> Iterator[None]:
         ray.shutdown()
 
 
-def run(config: ServiceConfig, *, host: str, port: int) -> None:
+def run(config: ServiceConfig, checkpoint: Checkpoint, *, host: str, port: int) -> None:
     """Serves until SIGINT or SIGTERM, then drains and leaves Ray. Raises K3Error for what is refused at start."""
     begin = time.monotonic()
     stop = threading.Event()
@@ -55,7 +56,7 @@ def run(config: ServiceConfig, *, host: str, port: int) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which installs handlers of its own
             signal.signal(number, lambda *_: stop.set())
         try:
-            _deploy(deployment(config), host, port)
+            _deploy(application(config, resolve(config, checkpoint=checkpoint)), host, port)
             console.print(
                 f"ready in {time.monotonic() - begin:.0f} s: http://{host}:{port}/v1 serves {config.served_model_name} "
                 f"({config.replicas} x {config.shards} shards, tp={config.tp_size}; {serve_modes.running_mode()} mode). "
@@ -79,10 +80,10 @@ def _deploy(application: serve.Application, host: str, port: int) -> None:
             raise EngineFailure(f"the service did not start: {str(error).strip().splitlines()[-1]} (logs: {LOGS}/serve)") from None
 
 
-async def score_prompts(config: ServiceConfig, named: Prompts, out: Path, chunk: int) -> None:
+async def score_prompts(config: ServiceConfig, checkpoint: Checkpoint, named: Prompts, out: Path, chunk: int) -> None:
     """`k3 score`. Raises K3Error."""
     with local_ray():
-        spec = score_spec(resolve(config).engine.shards, named)
+        spec = score_spec(resolve(config, checkpoint=checkpoint).engine.shards, named)
         group = await ShardGroup.start(spec)
         try:
             with Progress(console=console, transient=True) as bar:

@@ -21,10 +21,11 @@ from chat.parse import OutputParser
 from chat.render import render
 from chat.tokenizer import Tokenizer
 from chat.types import Conversation
+from deployments.load import build_runner
 from engine.plan import GroupPlan, NewRow, Output, RowStep, StepPlan
 from engine.types import SamplingParams
 from model.parallel import Mesh
-from model.runner import ModelRunner, build_runner
+from model.runner import ModelRunner
 
 REPEATS = 15
 BATCH = 16

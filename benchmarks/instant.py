@@ -56,5 +56,5 @@ class Weightless:
 
 
 def build_instant(model_dir: str, mesh: object, **sizes: object) -> InstantRunner:
-    """In the place of `model.runner.build_runner`."""
+    """In the place of `deployments.load.build_runner`."""
     return InstantRunner()

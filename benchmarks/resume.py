@@ -19,6 +19,7 @@ import torch
 
 from app.default_model import ensure_default_model
 from benchmarks.report import Row, publish
+from deployments.load import build_runner
 from engine.bundle import digest
 from engine.config import EngineConfig
 from engine.loop import EngineLoop
@@ -26,7 +27,7 @@ from engine.plan import StepPlan, StepResult
 from engine.types import GenerateRequest, SamplingParams, TokenChunk
 from model.bundle_io import export_latents, export_recurrent, import_latents, import_recurrent
 from model.parallel import Mesh
-from model.runner import ModelRunner, build_runner
+from model.runner import ModelRunner
 
 FORKS = 100
 ROUNDS = 5

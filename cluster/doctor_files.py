@@ -5,28 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from cluster.checkpoint import read_config
 from cluster.doctor import Finding, fail, ok, size
+from cluster.weight_source import FolderSource, open_source
 from engine.errors import CheckpointError, ConfigError
-from model.config import ModelConfig
 from model.fingerprint import checkpoint_fingerprint
 from model.safetensors_header import read_header
 from model.weights import check_checkpoint
 
 COPY_AGAIN = "copy the file again from where it came from, and compare its size with the origin's"
+PATIENCE_S = 10.0  # of an object store that does not answer
 SHOWN = 20  # faulty files told one by one
 
 
-def check_files(model_dir: str | Path, where: str = "") -> tuple[list[Finding], str | None]:
+def check_files(model: str | Path, where: str = "", endpoint_url: str | None = None) -> tuple[list[Finding], str | None]:
     """Findings, and the fingerprint when the files can be served. Only headers and 128 KiB of each file are read."""
-    folder = Path(model_dir)
+    folder = str(model)
     try:
-        config = ModelConfig.from_dir(folder)
+        source = open_source(folder, endpoint_url, patience_s=PATIENCE_S)
+        config = read_config(source)
     except ConfigError as error:
-        return [fail("files", str(error), "name a folder with K3's config.json, readable on every node", where)], None
+        return [fail("files", str(error), "name a folder or s3:// prefix with K3's config.json, readable on every node", where)], None
+    except OSError as error:
+        return [fail("files", f"{error.filename or folder}: {error.strerror}", "make it readable for the user who serves", where)], None
     try:
-        tensors = check_checkpoint(folder, config)
-    except CheckpointError as error:
-        faults = _faulty_headers(folder, where)
+        tensors = check_checkpoint(source, config)
+        fingerprint = checkpoint_fingerprint(config, source, tensors.values())
+    except ConfigError as error:
+        faults = _faulty_headers(source, where) if isinstance(source, FolderSource) else []
         told = any(str(error) == f.what for f in faults)
         return [*([] if told else [fail("files", str(error), COPY_AGAIN, where)]), *faults], None
     except OSError as error:
@@ -36,7 +42,7 @@ def check_files(model_dir: str | Path, where: str = "") -> tuple[list[Finding], 
         sizes[stored.file] += stored.stop - stored.start
     total = sum(sizes.values())
     what = f"{folder}: {len(sizes)} files, {len(tensors):,} tensors, {size(total)}; every size fits its header"
-    return [ok("files", what, where, files=len(sizes), tensors=len(tensors), bytes=total)], checkpoint_fingerprint(config, tensors.values())
+    return [ok("files", what, where, files=len(sizes), tensors=len(tensors), bytes=total)], fingerprint
 
 
 def judge_fingerprints(seen: Sequence[tuple[str, str | None]]) -> list[Finding]:
@@ -66,12 +72,12 @@ def _count(nodes: int) -> str:
     return "one node" if nodes == 1 else f"all of {nodes} nodes"
 
 
-def _faulty_headers(folder: Path, where: str) -> list[Finding]:
+def _faulty_headers(source: FolderSource, where: str) -> list[Finding]:
     """Every file that is not whole, not only the first."""
     faults = []
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted(source.root.glob("*.safetensors")):
         try:
-            for _ in read_header(file):
+            for _ in read_header(source, file.name):
                 pass
         except CheckpointError as error:
             faults.append(fail("files", str(error), COPY_AGAIN, where))

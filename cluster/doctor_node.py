@@ -34,7 +34,8 @@ SKEW_WARN_S, SKEW_FAIL_S = 0.5, 5.0  # a session's lease lasts 15 s
 class NodeAsk:
     """What every node is asked. Plain values: they travel to it."""
 
-    model_dir: str
+    model_dir: str  # a folder, file:///path or s3://bucket/prefix
+    model_endpoint_url: str | None = None
     spill_dir: str  # where Ray logs and spills
     durable_url: str | None = None
     durable_endpoint_url: str | None = None
@@ -71,7 +72,7 @@ def inspect_node(name: str, ask: NodeAsk, run_smi: Callable[[], str | None] | No
     fingerprint: list[str | None] = [None]
 
     def files() -> list[Finding]:
-        findings, fingerprint[0] = check_files(ask.model_dir, name)
+        findings, fingerprint[0] = check_files(ask.model_dir, name, ask.model_endpoint_url)
         return findings
 
     def store() -> list[Finding]:

@@ -14,12 +14,16 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import ray
 
+from cluster.checkpoint import tokenizer_folder
+from cluster.weight_reader import Progress
 from deployments.spec import ShardSpec
+from deployments.weight_desk import take_seat
 from engine.bundle import ExportPart, ObjectRef, StateBundle, digest, overlapping
 from engine.errors import ShardLost
 
@@ -29,18 +33,24 @@ KEEPALIVE = b"-"  # no plan is this short
 
 @ray.remote(concurrency_groups={"step": 1, "state": 1, "control": 2}, max_restarts=0)  # type: ignore[call-overload]  # Ray's stubs
 class Shard:
-    """Lifecycle: `endpoint` on rank 0 → `join` on all → `load` on all → `follow` on ranks > 0, `step` on rank 0 → `abort` or `stop`.
+    """Lifecycle: `load` on all → `endpoint` on rank 0 → `join` on all → `follow` on ranks > 0, `step` on rank 0 → `abort` or `stop`.
 
-    A shard that outlives its group goes from `leave` and `reset` to `join` again, at another address and in the next epoch.
+    A shard that outlives its group goes from `leave` and `reset` to `join` again,
+    with its weights, at another address and in the next epoch.
     """
 
     def __init__(self, spec: ShardSpec, rank: int) -> None:
         import torch  # the replica that declares this actor never imports torch
 
+        from deployments.lockstep import Lockstep
+        from model.parallel import Mesh
+
         torch.set_num_threads(spec.threads)
         self._spec = spec
         self._rank = rank
-        self._mesh: Any = None
+        self._mesh = Mesh(rank=rank, world=spec.shards, tp=spec.tp)
+        self._lockstep = Lockstep(self._mesh.links)
+        self._progress = Progress()
         self._runner: Any = None
         self._aborted = False
         self._epoch = 0
@@ -60,31 +70,37 @@ class Shard:
         """Returns when nothing that takes its turn with `join` and `load` runs here any more."""
 
     def join(self, url: str, epoch: int) -> None:
-        from deployments.lockstep import Lockstep
-        from model.parallel import connect
-
-        spec, backend = self._spec, "nccl" if self._spec.device == "cuda" else "gloo"
         self._epoch = epoch
-        if self._mesh is None:
-            self._mesh = connect(url, rank=self._rank, world=spec.shards, tp=spec.tp, backend=backend, timeout=spec.step_timeout_s)
-            self._lockstep = Lockstep(self._mesh.links)
-        else:
-            self._mesh.join(url, backend=backend, timeout=spec.step_timeout_s)
+        self._mesh.join(url, backend="nccl" if self._spec.device == "cuda" else "gloo", timeout=self._spec.step_timeout_s)
         self._aborted = False
 
-    def load(self, build: Callable[..., Any] | None = None) -> tuple[float, int]:
+    @ray.method(concurrency_group="control")
+    def lacks_weights(self) -> str | None:
+        """The id of its node; None when it has its weights."""
+        return None if self._runner is not None else ray.get_runtime_context().get_node_id()
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> Progress:
+        """Of `load`."""
+        return self._progress
+
+    def load(self, desk: Any, build: Callable[..., Any] | None = None) -> tuple[float, int]:
         """Reads this rank's part of the checkpoint: seconds it took, bytes of weights. Nothing when it has them already.
 
-        `build` stands in for `model.runner.build_runner`: benchmarks inject a runner that computes nothing.
+        `desk`: its node's `WeightDesk`. `build` stands in for `deployments.load.build_runner`, and then there is none: benchmarks inject
+        a runner that computes nothing.
         """
         if self._runner is not None:
             return 0.0, 0
         import torch
 
-        from model.runner import build_runner
+        from deployments.load import build_runner
 
         spec, begin = self._spec, time.monotonic()
-        self._runner = (build or build_runner)(
+        if build is None:
+            checkpoint, reader = take_seat(desk, self._rank, spec, self._progress)
+            build = partial(build_runner, reader=reader, config=checkpoint.config)
+        self._runner = build(
             spec.model_dir,
             self._mesh,
             device=torch.device(spec.device),
@@ -225,7 +241,7 @@ def _matchers(spec: ShardSpec) -> Callable[[str], Any] | None:
 
     if spec.tokenizer_dir is None:
         return None
-    return MatcherFactory(Tokenizer.from_dir(spec.tokenizer_dir), spec.vocab_size).create
+    return MatcherFactory(Tokenizer.from_dir(tokenizer_folder(spec.tokenizer_dir, spec.model_endpoint_url)), spec.vocab_size).create
 
 
 class _Unusable(Exception):

@@ -12,12 +12,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from deployments.loading import Loading
 from deployments.shard import Shard
 from deployments.spec import ShardSpec
 from deployments.wire import decode_result, encode_plan
@@ -52,7 +54,7 @@ class ShardGroup:
     async def start(
         cls, spec: ShardSpec, placement_group: PlacementGroup | None = None, build: Callable[..., Any] | None = None
     ) -> ShardGroup:
-        """Places, joins and loads all shards (`build`: see `Shard.load`).
+        """Places, loads and joins all shards (`build`: see `Shard.load`).
 
         Raises ConfigError/CheckpointError for what the operator must mend, ShardLost otherwise.
         """
@@ -95,9 +97,11 @@ class ShardGroup:
     async def _form(self) -> None:
         spec, actors = self._spec, self._actors
         await _observed([a.ping.remote() for a in actors], f"{spec.shards} shard actors to be placed")
+        loading = Loading(spec, actors, lambda rank: _place(spec, rank, self._placement_group), self._build)
+        loaded = await loading.run()
+        self.replaced += loading.replaced
         url = await actors[0].endpoint.remote()
         await _observed([a.join.remote(url, self.epoch) for a in actors], f"{spec.shards} ranks to meet at {url}")
-        loaded = await _observed([a.load.remote(self._build) for a in actors], f"weights of {spec.model_dir}")
         self.bytes_loaded = [nbytes for _, nbytes in loaded]
         logger.info(
             "shards ready: %d (tp=%d, groups=%d), %d bytes of weights in %.1f s",
@@ -216,7 +220,8 @@ def _place(spec: ShardSpec, rank: int, placement_group: PlacementGroup | None) -
     options: dict[str, Any] = {"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus}
     if placement_group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=rank + 1)
-    return Shard.options(**options).remote(spec, rank)  # type: ignore[attr-defined]
+    lean = replace(spec, checkpoint=None)  # its node's desk tells it what it needs of that
+    return Shard.options(**options).remote(lean, rank)  # type: ignore[attr-defined]
 
 
 async def _observed(refs: list[Any], what: str) -> list[Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from cluster.checkpoint import Checkpoint
+from cluster.weight_reader import LoadSettings
 from engine.bundle import Schema
 from engine.config import EngineConfig
 
@@ -12,7 +14,10 @@ from engine.config import EngineConfig
 class ShardSpec:
     """One replica's shards. `shards` ranks hold all experts between them; `tp` consecutive ranks share the heads of one DP group."""
 
-    model_dir: str
+    model_dir: str  # a folder, file:///path or s3://bucket/prefix
+    model_endpoint_url: str | None = None
+    checkpoint: Checkpoint | None = field(default=None, repr=False)  # None: to be checked when it is loaded
+    loading: LoadSettings = field(default_factory=LoadSettings)
     vocab_size: int
     tokenizer_dir: str | None  # for grammars; None: token ids only, so nothing is ever constrained
     tp: int

@@ -80,13 +80,18 @@ class ModelConfig:
         """Read `path/config.json`. Raises `ConfigError` naming the key, what was expected and what was found."""
         file = Path(path) / "config.json"
         try:
-            data = json.loads(file.read_bytes())
+            raw = file.read_bytes()
         except OSError as e:
             raise ConfigError(f"{file}: cannot be read ({e.strerror}); a checkpoint directory with config.json was expected") from e
+        return cls.from_json(raw, str(file))
+
+    @classmethod
+    def from_json(cls, raw: bytes, file: str) -> ModelConfig:
+        """The content of a config.json; `file` names it in messages. Raises `ConfigError`."""
+        try:
+            return cls.from_dict(json.loads(raw))
         except ValueError as e:
             raise ConfigError(f"{file}: not JSON ({e})") from e
-        try:
-            return cls.from_dict(data)
         except ConfigError as e:
             raise ConfigError(f"{file}: {e}") from e
 

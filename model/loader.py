@@ -1,69 +1,107 @@
-"""A checkpoint's tensors into the model: check headers, build on meta, read each slice once, assign. Experts stay packed."""
+"""A checkpoint's tensors into the model: build on meta, copy each block's rows where they belong, assign. Experts stay packed."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from pathlib import Path
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from engine.errors import CheckpointError, ConfigError
 from model.config import ModelConfig
+from model.feed import Arrived, Feed, Fill
 from model.kimi_k3 import KimiK3
 from model.parallel import Mesh
-from model.safetensors_header import Stored
-from model.weights import TensorSlice, check_checkpoint, local_slices
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16)  # both hold every bf16 value of the files: nothing is narrowed
+STORED_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "U8": torch.uint8}
+IN_FLIGHT = 4  # blocks being copied to the device while the next is prepared
 
 
-def load(path: str | Path, config: ModelConfig, mesh: Mesh, *, device: torch.device | str, dtype: torch.dtype) -> KimiK3:
-    """This process' part of the checkpoint in `path`. fp32 tensors of the files stay fp32, experts stay packed, the rest is `dtype`.
+def load(config: ModelConfig, mesh: Mesh, feed: Feed, *, device: torch.device | str, dtype: torch.dtype) -> KimiK3:
+    """This process' part of a checkpoint. fp32 tensors of the files stay fp32, experts stay packed, the rest is `dtype`.
 
-    Raises `ConfigError` for an impossible grid or dtype and `CheckpointError` for a faulty checkpoint, before anything is allocated.
+    Raises `ConfigError` for another dtype, `CheckpointError` when the blocks do not fill the model; and what the feed raises.
     """
-    if dtype not in COMPUTE_DTYPES:
-        raise ConfigError(f"compute dtype {dtype}: expected one of {', '.join(map(str, COMPUTE_DTYPES))}")
-    slices = list(local_slices(config, mesh.shard))
-    stored = check_checkpoint(path, config)
+    check_dtype(dtype)
     model = KimiK3(config, mesh, dtype)
     parameters = dict(model.named_parameters())
     values = {name: torch.empty(p.shape, dtype=p.dtype, device=device) for name, p in parameters.items()}
-    filled: dict[str, int] = defaultdict(int)
-    by_file: dict[Path, list[tuple[TensorSlice, Stored]]] = defaultdict(list)
-    for piece in slices:
-        by_file[stored[piece.name].file].append((piece, stored[piece.name]))
-    for file, pieces in by_file.items():
-        with safe_open(file, framework="pt") as f:
-            for piece, at in pieces:
-                target = values[piece.parameter]
-                if piece.expert is not None:
-                    target = target[piece.expert]
-                source = _read(f, piece, at)
-                rows = target[piece.offset : piece.offset + source.shape[0]]
-                if rows.shape != source.shape or torch.promote_types(rows.dtype, source.dtype) != rows.dtype:
-                    raise CheckpointError(
-                        f"{file}: tensor {at.name}: {source.dtype} {list(source.shape)} does not fit {rows.dtype} {list(rows.shape)}"
-                    )
-                rows.copy_(source)
-                filled[piece.parameter] += source.numel()
+    filled = dict.fromkeys(values, 0)
+    with _pinned(feed.memory(), torch.device(device)):
+        flying: deque[tuple[torch.cuda.Event, Arrived]] = deque()
+        for arrived in feed.arrivals():
+            while flying and (arrived is None or len(flying) >= IN_FLIGHT or flying[0][0].query()):
+                _land(flying)
+            if arrived is None:
+                continue
+            for fill in arrived.block.fills:
+                source = _rows(arrived.data, fill)
+                _copy(values[fill.piece.parameter], fill, source)
+                filled[fill.piece.parameter] += source.numel()
+            if torch.device(device).type == "cuda":
+                event = torch.cuda.Event()
+                event.record()
+                flying.append((event, arrived))
+            else:
+                arrived.release()
     for name, value in values.items():
         if filled[name] != value.numel():
-            raise CheckpointError(f"{path}: parameter {name}: {filled[name]} of {value.numel()} values were given")
+            raise CheckpointError(f"parameter {name}: {filled[name]} of {value.numel()} values were given")
         _assign(model, name, value)
     return model.eval()
 
 
-def _read(f: safe_open, piece: TensorSlice, at: Stored) -> Tensor:
-    if piece.padded:
-        return f.get_tensor(at.name).flatten()[piece.start : piece.stop]
-    if piece.dim is None:
-        return f.get_tensor(at.name)
-    cut = [slice(None)] * len(piece.shape)
-    cut[piece.dim] = slice(piece.start, piece.stop)
-    return f.get_slice(at.name)[tuple(cut)]
+def check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in COMPUTE_DTYPES:
+        raise ConfigError(f"compute dtype {dtype}: expected one of {', '.join(map(str, COMPUTE_DTYPES))}")
+
+
+def _rows(data: memoryview, fill: Fill) -> Tensor:
+    """What the piece takes of the tensor's rows in a block, as a view of the block."""
+    piece = fill.piece
+    shape = (fill.rows,) if piece.padded else (fill.rows, *piece.shape[1:])
+    count = 1
+    for n in shape:
+        count *= n
+    rows = torch.frombuffer(data, dtype=STORED_DTYPES[piece.dtype], count=count, offset=fill.offset).view(shape)
+    return rows if piece.dim in (None, 0) else rows.narrow(piece.dim, piece.start, piece.stop - piece.start)
+
+
+def _copy(parameter: Tensor, fill: Fill, source: Tensor) -> None:
+    piece = fill.piece
+    target = parameter if piece.expert is None else parameter[piece.expert]
+    offset = piece.offset + fill.first - (piece.start if piece.dim == 0 else 0)
+    rows = target[offset : offset + fill.rows]
+    if rows.shape != source.shape or torch.promote_types(rows.dtype, source.dtype) != rows.dtype:
+        raise CheckpointError(
+            f"tensor {piece.name}: {source.dtype} {list(source.shape)} does not fit {rows.dtype} {list(rows.shape)} of {piece.parameter}"
+        )
+    if rows.device.type == "cuda" and rows.dtype != source.dtype:
+        source = source.to(rows.device, non_blocking=True)  # widened there
+    rows.copy_(source, non_blocking=True)
+
+
+def _land(flying: deque[tuple[torch.cuda.Event, Arrived]]) -> None:
+    event, arrived = flying.popleft()
+    event.synchronize()
+    arrived.release()
+
+
+@contextmanager
+def _pinned(memory: memoryview, device: torch.device) -> Iterator[None]:
+    """Page-locks the memory while weights are copied to an accelerator: the copies then run beside the reading."""
+    if device.type != "cuda" or not memory.nbytes:
+        yield
+        return
+    runtime, address = torch.cuda.cudart(), torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    torch.cuda.check_error(runtime.cudaHostRegister(address, memory.nbytes, 0))
+    try:
+        yield
+    finally:
+        torch.cuda.check_error(runtime.cudaHostUnregister(address))
 
 
 def _assign(model: nn.Module, name: str, value: Tensor) -> None:

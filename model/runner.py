@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,9 +12,7 @@ from engine.errors import Unsupported
 from engine.plan import GroupPlan, GroupResult, Output, RowResult, RowStep, StepPlan, StepResult
 from engine.types import TokenLogprob
 from model.batch import Segment, build_batch
-from model.config import ModelConfig
 from model.kimi_k3 import KimiK3
-from model.loader import load
 from model.parallel import Mesh
 from model.rows import Matchers, RowTable
 from model.sampler import logprobs, sample
@@ -129,29 +126,6 @@ class ModelRunner:
         """Each group's result from its TP rank 0, on world rank 0."""
         gathered = self.mesh.gather_objects(results[self.mesh.group] if self.mesh.tp_rank == 0 else None)
         return results if gathered is None else gathered[:: self.mesh.tp]
-
-
-def build_runner(
-    model_dir: str | Path,
-    mesh: Mesh,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    page_size: int,
-    num_pages: int,
-    num_slots: int,
-    matchers: Matchers | None = None,
-) -> ModelRunner:
-    """Check and load this process' part of the checkpoint and allocate its pools. `matchers`: on ranks that sample constrained rows.
-
-    Raises `ConfigError` for a model or grid that cannot be served and `CheckpointError` for a faulty checkpoint.
-    """
-    config = ModelConfig.from_dir(model_dir)
-    model = load(model_dir, config, mesh, device=device, dtype=dtype)
-    pools = StatePools.allocate(
-        config, tp_size=mesh.tp, page_size=page_size, num_pages=num_pages, num_slots=num_slots, device=device, dtype=dtype
-    )
-    return ModelRunner(model, mesh, pools, matchers)
 
 
 def _speaks(group: GroupPlan) -> bool:

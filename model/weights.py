@@ -10,16 +10,16 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine.errors import CheckpointError, ConfigError
 from model.config import MX_BLOCK, ModelConfig
-from model.safetensors_header import Stored, read_directory
+from model.safetensors_header import Folder, Stored, read_directory
 
 PREFIX = "language_model.model."
 HEAD = "language_model.lm_head."
 VISION = ("vision_tower.", "mm_projector.")  # served by another module, skipped here
 ELEMENT_BYTES = {"BF16": 2, "F32": 4, "U8": 1}
+EXPERT_TENSORS = 6  # of one routed expert
 A_LOG_PADDING = 128  # the released files pad A_log with zeros to a multiple of this
 
 
@@ -91,6 +91,7 @@ class TensorSlice:
     offset: int
     expert: int | None = None
     padded: bool = False
+    number: int = 0  # of the tensor in `all_specs`
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -156,15 +157,29 @@ def all_specs(c: ModelConfig) -> Iterator[TensorSpec]:
             yield from expert_specs(c, layer, expert)
 
 
+def named_specs(c: ModelConfig) -> Iterator[tuple[str, TensorSpec]]:
+    """The released names of `all_specs` in its order, each with a spec that gives its dtype and shape: all experts are alike."""
+    yield from ((s.name, s) for s in (*model_specs(c), *(s for layer in range(c.num_layers) for s in layer_specs(c, layer))))
+    for layer in c.moe_layers:
+        alike = expert_specs(c, layer, 0)
+        stem = f"{PREFIX}layers.{layer}.block_sparse_moe.experts."
+        ends = [(spec.name.removeprefix(f"{stem}0"), spec) for spec in alike]
+        for expert in range(c.num_experts):
+            for end, spec in ends:
+                yield f"{stem}{expert}{end}", spec
+
+
 def local_slices(c: ModelConfig, shard: Shard) -> Iterator[TensorSlice]:
     """What one process loads, grouped by parameter in the order it is filled. Raises `ConfigError` for an impossible grid."""
     shard.check(c)
     first, last = shard.experts(c)
     specs = [*model_specs(c), *(s for layer in range(c.num_layers) for s in layer_specs(c, layer))]
-    yield from _slices(specs, shard)
+    yield from _slices(specs, shard, 0)
+    number = len(specs)
     for layer in c.moe_layers:
         for expert in range(first, last):
-            yield from _slices(expert_specs(c, layer, expert), shard, expert - first)
+            yield from _slices(expert_specs(c, layer, expert), shard, number + expert * EXPERT_TENSORS, expert - first)
+        number += c.num_experts * EXPERT_TENSORS
 
 
 def component_bytes(c: ModelConfig) -> Counter[str]:
@@ -185,57 +200,57 @@ def canonical_name(name: str) -> str:
     return name
 
 
-def check_checkpoint(path: str | Path, config: ModelConfig) -> dict[str, Stored]:
+def check_checkpoint(folder: Folder, config: ModelConfig) -> dict[str, Stored]:
     """Compare a checkpoint's headers with the table before anything is allocated: released name -> where the tensor lies.
 
     Reads the index and the safetensors headers only. Raises `CheckpointError` naming file and tensor when a file is absent or
     truncated, or a tensor is missing, unknown, twice there, of another shape or of another dtype.
     """
     found: dict[str, Stored] = {}
-    for stored in read_directory(Path(path)):
+    for stored in read_directory(folder):
         if stored.name.startswith(VISION):
             continue
         name = canonical_name(stored.name)
         if name in found:
-            raise CheckpointError(f"{stored.file}: tensor {stored.name} is also in {found[name].file}; each tensor must be there once")
+            file, other = folder.where(stored.file), folder.where(found[name].file)
+            raise CheckpointError(f"{file}: tensor {stored.name} is also in {other}; each tensor must be there once")
         found[name] = stored
     missing: list[str] = []
-    seen = 0
-    for spec in all_specs(config):
-        at = found.get(spec.name)
+    known = 0
+    for name, spec in named_specs(config):
+        at = found.get(name)
         if at is None:
-            missing.append(spec.name)
+            missing.append(name)
         else:
-            seen += 1
-            _check_tensor(spec, at)
-    if seen < len(found):
-        unknown = found[next(iter(found.keys() - {s.name for s in all_specs(config)}))]
+            known += 1
+            if at.dtype != spec.dtype or at.shape != spec.shape:
+                _check_tensor(folder.where(at.file), spec, at)
+    if known < len(found):
+        unknown = found[next(iter(found.keys() - {name for name, _ in named_specs(config)}))]
         raise CheckpointError(
-            f"{unknown.file}: tensor {unknown.name} {list(unknown.shape)} is not part of this architecture "
-            f"({len(found) - seen} such tensors); config.json and the files disagree"
+            f"{folder.where(unknown.file)}: tensor {unknown.name} {list(unknown.shape)} is not part of this architecture "
+            f"({len(found) - known} such tensors); config.json and the files disagree"
         )
     if missing:
         raise CheckpointError(
-            f"{path}: tensor {missing[0]} is missing ({len(missing)} tensors missing); config.json and the files disagree"
+            f"{folder.where('')}: tensor {missing[0]} is missing ({len(missing)} tensors missing); config.json and the files disagree"
         )
     return found
 
 
-def _check_tensor(spec: TensorSpec, stored: Stored) -> None:
+def _check_tensor(file: str, spec: TensorSpec, stored: Stored) -> None:
     if stored.dtype != spec.dtype:
-        raise CheckpointError(f"{stored.file}: tensor {stored.name} has dtype {stored.dtype}, expected {spec.dtype}")
-    if stored.shape == spec.shape:
-        return
+        raise CheckpointError(f"{file}: tensor {stored.name} has dtype {stored.dtype}, expected {spec.dtype}")
     n = spec.shape[0]
     if spec.padded and math.prod(stored.shape) == max(stored.shape, default=0) >= n:
         return
     expected = f"[{n}] (or padded, or [1, 1, {n}, 1])" if spec.padded else str(list(spec.shape))
-    raise CheckpointError(f"{stored.file}: tensor {stored.name} has shape {list(stored.shape)}, expected {expected}")
+    raise CheckpointError(f"{file}: tensor {stored.name} has shape {list(stored.shape)}, expected {expected}")
 
 
-def _slices(specs: Iterable[TensorSpec], shard: Shard, expert: int | None = None) -> Iterator[TensorSlice]:
+def _slices(specs: Iterable[TensorSpec], shard: Shard, first: int, expert: int | None = None) -> Iterator[TensorSlice]:
     filled: Counter[str] = Counter()
-    for spec in specs:
+    for number, spec in enumerate(specs, start=first):
         if spec.dim is None:
             start, stop = 0, spec.shape[0]
         else:
@@ -251,6 +266,7 @@ def _slices(specs: Iterable[TensorSpec], shard: Shard, expert: int | None = None
             offset=filled[spec.parameter],
             expert=expert,
             padded=spec.padded,
+            number=number,
         )
         filled[spec.parameter] += piece.local_shape[0]
         yield piece

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 
+from deployments.load import build_runner
 from engine.plan import GroupPlan, NewRow, Output, RowStep, StepPlan
 from engine.types import SamplingParams
 from model.moe import Router
 from model.parallel import Mesh
-from model.runner import ModelRunner, build_runner
+from model.runner import ModelRunner
 
 LOGIT_GAP = 1e-4
 ROUTER_GAP = 1e-5

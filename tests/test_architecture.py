@@ -22,12 +22,13 @@ ALLOWED: dict[str, set[str]] = {
         "engine.bundle",
         "engine.session",
         "model.config",
-        "model.weights",
+        "model.feed",
         "model.fingerprint",
         "model.safetensors_header",
+        "model.weights",
     },
     "autoscaling": {"engine.types", "engine.stats", "engine.routing", "cluster.planner"},
-    "deployments": {"engine", "cluster", "model.config"},
+    "deployments": {"engine", "cluster", "model.config", "model.feed"},
     "app": {"chat", "engine", "model.config", "model.weights", "model.fingerprint", "cluster", "deployments", "autoscaling"},
 }
 FORBIDDEN: dict[str, set[str]] = {
@@ -44,6 +45,7 @@ FORBIDDEN: dict[str, set[str]] = {
 WIRING = {
     "deployments/shard.py": {"model", "chat.matcher", "chat.tokenizer"},
     "deployments/lockstep.py": {"model.parallel"},  # imported by the shard only
+    "deployments/load.py": {"model"},  # as well
     "app/default_model.py": {"model"},
     "app/score.py": {"model"},
 }

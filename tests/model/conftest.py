@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from model.config import ModelConfig
+from deployments.load import build_runner
 from model.kimi_k3 import KimiK3
-from model.loader import load
 from model.parallel import Mesh
 from model.runner import ModelRunner
 from model.state import StatePools
@@ -32,7 +31,7 @@ def gold(request: pytest.FixtureRequest) -> Golden:
 
 @pytest.fixture(scope="session")
 def model(gold: Golden) -> KimiK3:
-    return load(gold.model, ModelConfig.from_dir(gold.model), Mesh.single(), device="cpu", dtype=torch.float32)
+    return build_runner(gold.model, Mesh.single(), device="cpu", dtype=torch.float32, page_size=16, num_pages=1, num_slots=1).model
 
 
 @pytest.fixture

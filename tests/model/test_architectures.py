@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from deployments.load import build_runner
 from engine.plan import Output
 from model.checkpoint import write_random_checkpoint
 from model.config import ModelConfig
 from model.parallel import Mesh
-from model.runner import build_runner
 from tests.model.float64_k3 import Float64K3
 from tests.model.golden import LOGITS_TOLERANCE, golden
 from tests.model.planning import Planned, Planner, logits_of

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from deployments.load import build_runner
 from engine.plan import Output
 from model.bundle_io import export_latents, export_recurrent, import_latents, import_recurrent
 from model.config import ModelConfig
 from model.parallel import Mesh
-from model.runner import ModelRunner, build_runner
+from model.runner import ModelRunner
 from model.state import StatePools
 from tests.model.golden import DATA, STATE_TOLERANCE, golden
 from tests.model.planning import Planner, tokens_of

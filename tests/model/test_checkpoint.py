@@ -8,6 +8,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from cluster.weight_source import open_source
 from model.checkpoint import write_random_checkpoint
 from model.config import ModelConfig
 from model.safetensors_header import INDEX
@@ -24,8 +25,8 @@ def test_layout(tmp_path: Path) -> None:
     write_random_checkpoint(tmp_path, SMALL, seed=1, layers_per_file=1)
     config = ModelConfig.from_dir(tmp_path)
     assert config == SMALL
-    stored = check_checkpoint(tmp_path, config)
-    assert sorted({s.file.name for s in stored.values()}) == [f"model-0000{i}-of-000003.safetensors" for i in (1, 2, 3)]
+    stored = check_checkpoint(open_source(str(tmp_path)), config)
+    assert sorted({s.file for s in stored.values()}) == [f"model-0000{i}-of-000003.safetensors" for i in (1, 2, 3)]
     assert stored["language_model.model.layers.0.self_attn.A_log"].shape == (128,)
     index = json.loads((tmp_path / INDEX).read_bytes())
     assert index["metadata"]["total_size"] == sum(s.stop - s.start for s in stored.values())

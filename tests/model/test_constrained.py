@@ -14,10 +14,11 @@ from chat.render import render
 from chat.reply import parse
 from chat.tokenizer import Tokenizer
 from chat.types import Conversation
+from deployments.load import build_runner
 from engine.plan import GroupPlan, NewRow, Output, RowStep, StepPlan
 from engine.types import SamplingParams
 from model.parallel import Mesh
-from model.runner import ModelRunner, build_runner
+from model.runner import ModelRunner
 
 SCHEMA = {
     "type": "object",

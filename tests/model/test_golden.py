@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from deployments.load import build_runner
 from engine.plan import Output, StepResult
 from model.parallel import Mesh
-from model.runner import ModelRunner, build_runner
+from model.runner import ModelRunner
 from tests.model.golden import LOGITS_TOLERANCE, PROMPTS, STATE_TOLERANCE, Golden, golden
 from tests.model.planning import Planned, Planner, logits_of, tokens_of
 

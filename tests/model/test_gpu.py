@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from deployments.load import build_runner
 from engine.plan import Output, StepResult
 from engine.types import SamplingParams
 from model.parallel import Mesh
-from model.runner import build_runner
 from model.sampler import Draw, sample, uniform
 from tests.model.golden import LOGITS_TOLERANCE, SETS, Golden, golden
 from tests.model.planning import Planned, Planner, logits_of, tokens_of

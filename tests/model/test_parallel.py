@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from deployments.load import build_runner
 from engine.errors import ConfigError
 from engine.plan import GroupPlan, Output, StepPlan, StepResult
 from model.checkpoint import write_random_checkpoint
 from model.config import ModelConfig
 from model.parallel import DIRECT_SUM, Mesh, connect
-from model.runner import build_runner
 from model.weights import split
 from tests.model.float64_k3 import Float64K3
 from tests.model.golden import DATA, LOGITS_TOLERANCE, PROMPTS, SETS, STATE_TOLERANCE, golden
