@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from app import doctor_command, plan_command, serve_modes
+from app import doctor_command, plan_command, serve_modes, sessions_command
 from app.config import ServiceConfig
 from app.options import URL, ConfigFile, Json, Key, Settings, Url, authorization, read_config, read_key
 from app.terminal import clear_errors, hold_conversation, print_reply, print_table, refuse, stderr
@@ -31,6 +31,7 @@ cli = typer.Typer(
 )
 cli.add_typer(plan_command.commands)  # plan, cost
 cli.add_typer(doctor_command.commands)
+cli.add_typer(sessions_command.commands)
 
 TokenizerDir = Annotated[Path | None, typer.Option(help="directory with tiktoken.model and tokenizer_config.json; none = the tiny one")]
 CaseFile = Annotated[str, typer.Argument(help="a JSON object, a list of them, or JSON lines; `-` reads standard input", metavar="FILE")]

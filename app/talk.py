@@ -65,7 +65,7 @@ class Talk:
         try:
             async with self.client.stream("POST", "chat/completions", json=body) as response:
                 if response.status_code != 200:
-                    raise InvalidRequest(f"the server answered {response.status_code}: {_message(await response.aread())}")
+                    raise InvalidRequest(f"the server answered {response.status_code}: {server_words(await response.aread())}")
                 async for line in response.aiter_lines():
                     if line.startswith("data: ") and line != "data: [DONE]":
                         frame = orjson.loads(line[6:])
@@ -97,7 +97,8 @@ def _read(delta: dict[str, Any], reply: dict[str, Any]) -> list[Said]:
     return said
 
 
-def _message(body: bytes) -> str:
+def server_words(body: bytes) -> str:
+    """The message of an error's body, or its beginning."""
     try:
         return str(orjson.loads(body)["error"]["message"])
     except (orjson.JSONDecodeError, KeyError, TypeError):

@@ -42,7 +42,7 @@ def endless() -> Iterator[str]:
 
 def test_help_names_every_command() -> None:
     shown = k3("--help").stdout
-    for command in ("serve", "chat", "bench", "render", "parse", "score", "config"):
+    for command in ("serve", "chat", "bench", "render", "parse", "score", "config", "plan", "cost", "doctor", "sessions"):
         assert f"{command} " in shown
         assert k3(command, "--help").exit_code == 0
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from ray import serve
+from typer.testing import CliRunner
 
+from app.cli import cli
 from tests.e2e.serving import Server, served
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -95,3 +99,21 @@ def test_errors_cross_the_actors(server: Server) -> None:
     assert server.get("/v1/sessions/none").status_code == 404
     assert server.post("/v1/sessions", {"session_id": "taken"}).status_code == 200
     assert server.post("/v1/sessions", {"session_id": "taken"}).status_code == 409
+
+
+def test_the_command_line_has_the_same_verbs(server: Server, tmp_path: Path) -> None:
+    def k3(*words: str) -> dict[str, Any]:
+        result = CliRunner().invoke(cli, ["sessions", *words, "--url", f"{server.url}/v1", "--json"], catch_exceptions=False)
+        assert result.exit_code == 0, result.stderr
+        return json.loads(result.stdout.splitlines()[0])
+
+    turn(server, "k", messages=[{"role": "user", "content": "What the command line moves. " * 8}])
+    tokens = stored(server, "k", 64)["tokens"]
+    assert k3("fork", "k", "l")["parent"] == "k"
+    file = str(tmp_path / "k.safetensors")
+    assert k3("export", "k", file)["bytes"] > 0
+    assert k3("delete", "k")["deleted"]
+    back = k3("import", file, "m")
+    assert back["position"] > 0
+    assert back["tokens"] == tokens
+    assert turn(server, "m")["choices"][0]["token_ids"] == turn(server, "l")["choices"][0]["token_ids"]
