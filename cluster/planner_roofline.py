@@ -9,17 +9,9 @@ from dataclasses import dataclass
 from cluster.accelerators import Accelerator
 from engine.errors import ConfigError
 from model.config import ModelConfig
-from model.weights import ELEMENT_BYTES, expert_specs
+from model.weights import expert_specs
 
-SHARED = (
-    "kda",
-    "mla",
-    "vectors",
-    "latent",
-    "router",
-    "shared",
-    "dense",
-)  # read by every step
+SHARED = ("kda", "mla", "vectors", "latent", "router", "shared", "dense")  # read by every step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +40,14 @@ class Grid:
     node_size: int
     network: float  # bytes a second and direction of an accelerator between nodes
     weights: Mapping[str, int]  # bytes of one accelerator by class
+    compute_bytes: int = 2  # of an element of the dense weights and of the activations
 
 
 def step_s(grid: Grid, *, tokens: int, rows: int, context: int, groups: int, latent_bytes: int, efficiency: Efficiency) -> float:
     """Seconds of one step in which each of `groups` groups computes `tokens` new tokens of `rows` rows that have `context` tokens each."""
     m, a = grid.model, grid.accelerator
     everyone = tokens * groups
-    bf16 = ELEMENT_BYTES["BF16"]
+    element = grid.compute_bytes
     expert = sum(math.prod(s.shape) for s in expert_specs(m, m.moe_layers[0], 0)) if m.moe_layers else 0
     expert_params = 3 * m.moe_intermediate_size * m.routed_expert_hidden_size
     hit = m.num_experts * (1 - (1 - m.num_experts_per_token / m.num_experts) ** everyone)  # distinct experts, uniform routing
@@ -68,12 +61,12 @@ def step_s(grid: Grid, *, tokens: int, rows: int, context: int, groups: int, lat
         + rows * (context * m.mla_token_bytes(latent_bytes) + 2 * state)
     )
     attention = 2 * len(m.mla_layers) * context * (m.mla_heads // grid.tp) * (m.latent_dim + m.kv_lora_rank)
-    flops: float = tokens * (2 * body // bf16 + attention) + rows * 2 * head // bf16
+    flops: float = tokens * (2 * body // element + attention) + rows * 2 * head // element
     flops += 2 * everyone * len(m.moe_layers) * m.num_experts_per_token * expert_params / grid.count
     link = a.link / 2 * efficiency.link
     wide = link if grid.count <= grid.node_size else min(link, grid.network * efficiency.link)
-    reduced = 2 * m.num_layers * tokens * m.hidden_size * bf16 * 2 * (grid.tp - 1) / grid.tp  # ring all-reduce of both sub-layers
-    exchanged = len(m.moe_layers) * everyone * m.routed_expert_hidden_size * (bf16 + 4) * (grid.count - 1) / grid.count
+    reduced = 2 * m.num_layers * tokens * m.hidden_size * element * 2 * (grid.tp - 1) / grid.tp  # ring all-reduce of both sub-layers
+    exchanged = len(m.moe_layers) * everyone * m.routed_expert_hidden_size * (element + 4) * (grid.count - 1) / grid.count
     collectives = (2 * m.num_layers if grid.tp > 1 else 0) + (2 * len(m.moe_layers) if grid.count > 1 else 0)
     compute = max(moved / (a.bandwidth * efficiency.memory), flops / (a.bf16_flops * efficiency.compute))
     return compute + reduced / link + exchanged / wide + collectives * efficiency.collective_s

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from app.cli import cli
 from cluster.accelerators import ACCELERATORS
-from tests.model.test_config import K3
+from model.released import K3
 
 
 @pytest.fixture
@@ -34,11 +34,37 @@ def test_a_layout_that_fits(model: str) -> None:
     assert told["usd_per_million_generated"] > 0
 
 
-def test_one_that_does_not_says_why_and_exits_with_1(model: str) -> None:
-    result = k3("plan", "--model", model, "--accelerator", "H100-80")
+def test_one_that_does_not_says_why_and_what_would_and_exits_with_1() -> None:
+    result = k3("plan", "--accelerator", "H100-80")
     assert result.exit_code == 1
     assert "640 GB" in result.stdout
     assert "decode_step_s" not in result.stdout
+    assert "what holds it: the smallest layouts" in result.stdout
+    told = json.loads(k3("plan", "--accelerator", "H100-80", "--json").stdout)
+    assert not told["fits"]
+    smallest = {row["accelerator"]: row["count"] for row in told["smallest_layouts"]}
+    assert (smallest["H100-80"], smallest["B300"], smallest["H200"]) == (40, 8, 16)
+
+
+def test_without_a_checkpoint_it_is_the_released_model(model: str) -> None:
+    words = ("plan", "--accelerator", "B300", "--json")
+    assert k3(*words).stdout == k3(*words, "--model", model).stdout
+
+
+def test_the_pools_are_explained_and_the_peers_can_be_planned() -> None:
+    shown = " ".join(k3("plan", "--accelerator", "B300", "--tp", "8").stdout.split())
+    assert "had 42.23 GiB a GPU" in shown
+    reserve = shown.partition("--reserve-gb ")[2].split()[0]
+    told = json.loads(k3("plan", "--accelerator", "B300", "--tp", "8", "--reserve-gb", reserve, "--json").stdout)
+    assert told["left_for_pools_bytes"] == pytest.approx(42.23 * 2**30, rel=0.01)
+    parts = ("weight_bytes", "workspace_bytes", "left_for_pools_bytes", "kept_free_bytes")
+    assert sum(told[part] for part in parts) == pytest.approx(told["memory_bytes"])
+
+
+def test_a_workload_that_asks_for_more() -> None:
+    told = json.loads(k3("plan", "--accelerator", "B300", "--tp", "8", "--sessions", "100", "--json").stdout)
+    assert "100 are asked for" in told["reason"]
+    assert k3("plan", "--accelerator", "B300", "--output-rate", "1000").exit_code == 1
 
 
 def test_without_an_accelerator_the_smallest_layouts(model: str) -> None:

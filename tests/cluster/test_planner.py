@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from cluster.accelerators import ACCELERATORS, read_accelerators
-from cluster.planner import ClusterPlan, Workload, local_bytes, plan, session_bytes, smallest_layouts
+from cluster.planner import ClusterPlan, Workload, local_bytes, peer_gap, plan, session_bytes, smallest_layouts
 from cluster.planner_roofline import Efficiency, Grid, decode_step_s, prefill_s
 from cluster.pools import pool_bytes
 from engine.errors import ConfigError
 from model.config import ModelConfig
+from model.released import K3
 from model.state import StatePools
 from model.weights import Shard, all_specs, component_bytes, local_slices
-from tests.model.test_config import K3
 
 VISION = 92_289_024 + 802_428_928  # projector and tower: in the checkpoint, not in this decoder
 
@@ -81,8 +81,8 @@ def test_eight_h100_do_not_hold_it_and_the_reason_says_by_how_much() -> None:
 def test_the_smallest_layouts_are_named() -> None:
     found = {p.accelerator: p.count for p in smallest_layouts(K3, ACCELERATORS, Workload())}
     assert found["B300"] == found["GB300"] == found["MI355X"] == 8
+    assert found["A100-80"] == found["H100-80"] == 40
     assert found["B200"] == found["H200"] == found["MI300X"] == 16
-    assert found["H100-80"] > 16
     for name, count in found.items():
         assert count == 8 or not planned(name, count - 8).fits
 
@@ -145,6 +145,54 @@ def test_decode_as_vllm_was_measured_on_one_h200(batch: int, wall_ms: float, wit
 
 def test_prefill_as_vllm_was_measured_on_one_h200() -> None:
     assert prefill_s(four_layers_on_an_h200(), 8192, 8192, 2, Efficiency()) == pytest.approx(0.219, rel=0.1)
+
+
+def test_the_width_is_the_one_that_serves_most_sessions_at_the_asked_rate() -> None:
+    workload = Workload(output_rate=10)
+    widths = {tp: planned("H200", 64, workload, tp) for tp in (2, 4, 8)}
+    chosen = planned("H200", 64, workload)
+    assert chosen.rows == max(p.rows for p in widths.values()) == widths[4].rows
+    assert not planned("H200", 64, workload, 1).fits
+
+
+def test_nearly_as_many_sessions_and_an_earlier_first_token_win() -> None:
+    narrow, wide = planned("B300", 8, tp=4), planned("B300", 8, tp=8)
+    assert 0.9 * narrow.rows < wide.rows < narrow.rows
+    assert wide.ttft_s < narrow.ttft_s
+    assert planned("B300", 8).tp == 8
+
+
+def test_every_session_gets_the_asked_rate_or_does_not_run() -> None:
+    free, slow, fast = (planned("B300", 64, Workload(output_rate=rate), tp=1) for rate in (1, 10, 15))
+    assert free.live_sessions == slow.live_sessions == fast.live_sessions
+    assert free.rows > slow.rows > fast.rows > 0
+    assert (slow.step_s <= 1 / 10, fast.step_s <= 1 / 15, free.step_s > 1 / 10) == (True, True, True)
+    refused = planned("B300", 64, Workload(output_rate=1000), tp=1)
+    assert refused.reason is not None
+    assert "1000 tokens a second need 1 ms" in refused.reason
+
+
+def test_more_sessions_than_fit_are_refused_with_both_numbers() -> None:
+    assert planned("B300", 8, Workload(sessions=13), tp=8).fits
+    refused = planned("B300", 8, Workload(sessions=14), tp=8)
+    assert refused.reason is not None
+    assert "13 sessions of 131,072 tokens with 0 forks fit, 14 are asked for" in refused.reason
+    assert planned("B300", 8, Workload(sessions=14)).tp == 4, "another width holds them"
+
+
+def test_the_gap_to_a_public_pool_is_told() -> None:
+    """42.23 GiB a GPU there: with the gap as further reserve this plan has the same pool."""
+    gap = peer_gap()
+    same = planned("B300", 8, Workload(reserve=Workload().reserve + gap), tp=8)
+    assert same.pool == pytest.approx(42.23 * 2**30, rel=1e-6)
+    assert 8 * 2**30 < gap < 12 * 2**30
+
+
+def test_float32_widens_the_dense_weights_alone() -> None:
+    narrow, wide = local_bytes(K3, 8, 64), local_bytes(K3, 8, 64, 4)
+    assert wide["experts"] == narrow["experts"]
+    assert wide["mla"] == 2 * narrow["mla"]
+    assert narrow["kda"] < wide["kda"] < 2 * narrow["kda"], "some of them are fp32 in the files"
 
 
 def test_impossible_grids_are_refused() -> None:

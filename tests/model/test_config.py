@@ -13,34 +13,9 @@ import pytest
 
 from engine.errors import ConfigError
 from model.config import ModelConfig
+from model.released import K3
 from model.weights import all_specs, component_bytes
 from tests.model.golden import DATA, SETS
-
-FULL_ATTENTION = [*range(4, 93, 4), 93]
-K3 = ModelConfig.tiny(
-    vocab_size=163840,
-    hidden_size=7168,
-    num_layers=93,
-    max_position_embeddings=1048576,
-    bos_token_id=163584,
-    eos_token_id=163586,
-    pad_token_id=163839,
-    attn_res_block_size=12,
-    kda_layers=tuple(l - 1 for l in range(1, 94) if l not in FULL_ATTENTION),
-    kda_heads=96,
-    kda_head_dim=128,
-    mla_heads=96,
-    q_lora_rank=1536,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    intermediate_size=33792,
-    num_experts=896,
-    num_experts_per_token=16,
-    moe_intermediate_size=3072,
-    routed_expert_hidden_size=3584,
-)
 
 
 def tiny_a() -> dict[str, Any]:

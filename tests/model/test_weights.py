@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from engine.errors import ConfigError
 from model.config import ModelConfig
+from model.released import K3
 from model.weights import Shard, all_specs, canonical_name, local_slices, split
 from tests.model.golden import DATA
-from tests.model.test_config import K3
 
 
 @given(st.integers(0, 1000), st.integers(1, 70))
