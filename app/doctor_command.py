@@ -23,8 +23,22 @@ from app.terminal import clear_errors, stderr
 from cluster.doctor import CheckFailed, CheckHung, Finding, Status, fail, in_child, ok, together, warn
 from cluster.doctor_files import judge_fingerprints
 from cluster.doctor_links import links_here
-from cluster.doctor_node import NodeAsk, inspect_node, judge_accelerators, judge_clocks, judge_disks, judge_software
+from cluster.doctor_node import (
+    NodeAsk,
+    NodeFacts,
+    inspect_node,
+    judge_accelerators,
+    judge_clocks,
+    judge_disks,
+    judge_memory,
+    judge_software,
+)
+from cluster.planner import Workload, local_bytes, workspace_bytes
+from cluster.pools import pool_bytes
+from deployments.spec import ShardSpec
+from engine.config import EngineConfig
 from engine.errors import CheckpointError, K3Error
+from model.config import ModelConfig
 
 commands = typer.Typer()
 
@@ -42,7 +56,7 @@ class Step(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What is to be examined. `address`: of a Ray cluster; None: this machine alone. `limit_s`: of each of the four steps."""
+    """What is to be examined. `address`: of a Ray cluster; None: this machine alone. `limit_s`: of each of the five steps."""
 
     config: ServiceConfig
     host: str = "127.0.0.1"
@@ -51,7 +65,7 @@ class Examination:
     url: str | None = None
     headers: Mapping[str, str]
     golden: Path | None = None
-    limit_s: float = 30.0
+    limit_s: float
     skip: frozenset[str] = frozenset()
 
 
@@ -62,7 +76,8 @@ def check_up(
     host: Annotated[str, typer.Option(help="address that will be served on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port that will be served on", min=1, max=65535)] = 8000,
     address: Annotated[
-        str | None, typer.Option(help="Ray cluster, as host:port or `auto`; none = the one that `k3 serve` would join, else this machine")
+        str | None,
+        typer.Option(help="Ray cluster, as host:port or `auto`; `local` = this machine alone; none = the one that `k3 serve` would join"),
     ] = None,
     url: Annotated[
         str | None, typer.Option(help="base URL of a server that runs already (…/v1): the golden prompts are asked there")
@@ -70,7 +85,7 @@ def check_up(
     golden: Annotated[
         Path | None, typer.Option(help='JSON: {name: {"ids": [prompt], "tokens": [greedy reply]}}; none = the embedded model\'s own')
     ] = None,
-    timeout: Annotated[float, typer.Option(help="seconds for each of the four steps; what has not answered by then failed", min=5)] = 30.0,
+    timeout: Annotated[float, typer.Option(help="seconds for each of the five steps; what has not answered by then failed", min=5)] = 120.0,
     skip: Annotated[list[Step] | None, typer.Option(help="leave a step out: links | golden; repeat for both")] = None,
     as_json: Json = False,
     api_key: Key = None,
@@ -78,7 +93,7 @@ def check_up(
     """Check everything before traffic, with the words that `k3 serve` will get: files, nodes, links, stores, clocks, ports, tokens.
 
     Says what is wrong, why it matters and what mends it. Exit code 1 when something failed.
-    It ends within four times --timeout, whatever hangs.
+    It ends within five times --timeout, whatever hangs; a node that is silent for 30 s is left behind.
 
     Examples: `k3 doctor` · `k3 doctor model=/data/kimi-k3 tp=8 ep=64 durable_url=s3://sessions/k3` · `k3 doctor --url http://127.0.0.1:8000/v1`
     """
@@ -86,16 +101,18 @@ def check_up(
         config=read_config(settings or [], file),
         host=host,
         port=port,
-        address=address or serve_modes.cluster_address(),
+        address=None if address == "local" else address or serve_modes.cluster_address(),
         url=url.rstrip("/") if url else None,
         headers=authorization(api_key),
         golden=golden,
         limit_s=timeout,
         skip=frozenset(skip or ()),
     )
+    place = "this machine" if wanted.address is None else f"the Ray cluster at {wanted.address} (--address local: this machine alone)"
+    stderr.print(f"looking at {place}", highlight=False, soft_wrap=True)
     serve_modes.switch_on("default")
     findings: list[Finding] = []
-    with clear_errors(), stderr.status("looking"):
+    with clear_errors(), stderr.status("examining"):
         for finding in examine(wanted):
             findings.append(finding)
             if as_json:
@@ -107,18 +124,15 @@ def check_up(
 
 
 def examine(wanted: Examination) -> Iterator[Finding]:
-    """Four steps, each within `limit_s`: nodes and ports; the configuration against them; links; golden tokens."""
+    """Five steps, each within `limit_s`: ports and server; nodes; the configuration against them; links; golden tokens."""
     from app.golden import EMBEDDED, read_golden
 
     goldens = read_golden(wanted.golden) if wanted.golden is not None else [EMBEDDED] if wanted.config.model is None else []
     yield from together({"ports": lambda: _ports(wanted), "server": lambda: _server(wanted)}, wanted.limit_s)
-    faulty = False
-    gpus = 0
-    for finding, seen in _nodes(wanted):
-        faulty |= finding.status is Status.FAIL and finding.check in ("files", "fingerprint")
-        gpus = seen
-        yield finding
-    configured = _configuration(wanted.config, gpus, told=faulty)
+    seen, nodes, gpus = _nodes(wanted)
+    yield from seen
+    faulty = any(f.status is Status.FAIL and f.check in ("files", "fingerprint") for f in seen)
+    configured = together({"configuration": lambda: _configuration(wanted.config, nodes, gpus, told=faulty)}, wanted.limit_s)
     yield from configured
     device = "cuda" if wanted.config.device == "cuda" or (wanted.config.device == "auto" and gpus >= _need(wanted.config)) else "cpu"
     if Step.LINKS not in wanted.skip:
@@ -136,8 +150,8 @@ def examine(wanted: Examination) -> Iterator[Finding]:
         yield from _child_findings("golden", _golden_child, wanted.address, wanted.config, goldens, limit_s=wanted.limit_s)
 
 
-def _nodes(wanted: Examination) -> Iterator[tuple[Finding, int]]:
-    """Findings of and about the nodes, each with the number of accelerators that a service could have."""
+def _nodes(wanted: Examination) -> tuple[list[Finding], list[NodeFacts], int]:
+    """Findings of and about the nodes; the nodes that answered; how many accelerators a service could have."""
     from app.default_model import ensure_default_model
 
     config = wanted.config
@@ -149,40 +163,39 @@ def _nodes(wanted: Examination) -> Iterator[tuple[Finding, int]]:
         durable_endpoint_url=config.durable_endpoint_url,
         limit_s=wanted.limit_s,
     )
+    findings: list[Finding] = []
     if wanted.address is None:
         nodes = [inspect_node(socket.gethostname(), ask)]
         gpus = len(nodes[0].accelerators.names)
-        findings = []
     else:
         from cluster.doctor_ray import ClusterFacts, look_at_cluster
 
         try:
             facts: ClusterFacts = in_child(look_at_cluster, wanted.address, ask, wanted.limit_s - 5, limit_s=wanted.limit_s)
         except (CheckHung, CheckFailed) as error:
-            yield fail("ray", f"the cluster at {wanted.address}: {error}", RAY_FIX, wanted.address), 0
-            return
+            return [fail("ray", f"the cluster at {wanted.address}: {error}", RAY_FIX, wanted.address)], [], 0
         nodes, gpus = list(facts.nodes), facts.num_gpus
-        findings = [*facts.findings, *judge_clocks(facts.offsets, "this machine")]
+        findings += [*facts.findings, *judge_clocks(facts.offsets, "this machine")]
     findings += [f for n in nodes for f in n.findings]
     if nodes:
         findings += judge_fingerprints([(n.name, n.fingerprint) for n in nodes])
         findings += judge_software(nodes)
         findings += judge_accelerators(nodes, need=_need(config), device=config.device)
         findings += judge_disks(nodes, store_bytes=int(config.store_bytes) if config.state_store else 0, spill_dir=SPILL_DIR)
-    for finding in findings:
-        yield finding, gpus
+    return findings, nodes, gpus
 
 
 def _need(config: ServiceConfig) -> int:
     return config.shards * config.replicas
 
 
-def _configuration(config: ServiceConfig, gpus: int, told: bool) -> list[Finding]:
-    """What `k3 serve` would refuse. `told`: a fault of the checkpoint has its finding already."""
-    from app.resolve import resolve
+def _configuration(config: ServiceConfig, nodes: Sequence[NodeFacts], gpus: int, told: bool) -> list[Finding]:
+    """What `k3 serve` would refuse, and whether the memory suffices. `told`: a fault of the checkpoint has its finding already."""
+    from app.resolve import find_checkpoint, resolve
 
     try:
-        plan = resolve(config, gpus=gpus)
+        checkpoint = find_checkpoint(config)
+        plan = resolve(config, gpus=gpus, checkpoint=checkpoint)
     except CheckpointError as error:
         return [] if told else [fail("configuration", str(error), "mend the checkpoint")]
     except K3Error as error:
@@ -192,7 +205,21 @@ def _configuration(config: ServiceConfig, gpus: int, told: bool) -> list[Finding
         f"{config.replicas} x {shards.shards} shards, tp {shards.tp}, {shards.device} {shards.dtype}; {engine.num_pages:,} pages, "
         f"{engine.num_slots} slots, {engine.max_model_len:,} tokens a session"
     )
-    return [ok("configuration", what)]
+    findings = [ok("configuration", what)]
+    if nodes:
+        need = shard_bytes(checkpoint.config, shards, engine)
+        findings += judge_memory(nodes, shard_bytes=need, shards=_need(config), device=shards.device)
+    return findings
+
+
+def shard_bytes(model: ModelConfig, shards: ShardSpec, engine: EngineConfig) -> int:
+    """What the fullest shard allocates: weights, pools and the activations of its largest step."""
+    element = 4 if shards.dtype == "float32" else 2
+    weights = sum(local_bytes(model, shards.tp, shards.shards, element).values())
+    cost = pool_bytes(model, page_size=shards.page_size, tp_size=shards.tp, latent_bytes=element)
+    steps = Workload(max_batched_tokens=engine.max_batched_tokens, max_running=engine.max_running, reserve=0)
+    workspace = workspace_bytes(model, shards.tp, shards.num_groups, steps)
+    return weights + shards.num_pages * cost.page + shards.num_slots * cost.slot + workspace
 
 
 def _ports(wanted: Examination) -> list[Finding]:
@@ -235,7 +262,9 @@ def _child_findings(check: str, function: Any, *args: Any, limit_s: float) -> li
     try:
         found: list[Finding] = in_child(function, *args, limit_s=limit_s)
     except CheckHung as error:
-        return [fail(check, str(error), "see what hangs (a dead peer, a dead mount), or give it more --timeout")]
+        return [
+            fail(check, str(error), "see what hangs (a dead peer, a dead mount), or give it more --timeout; loading a large model needs it")
+        ]
     except CheckFailed as error:
         return [fail(check, str(error), "mend what it names, then run this again")]
     return found

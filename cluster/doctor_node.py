@@ -65,6 +65,7 @@ class NodeFacts:
     fingerprint: str | None
     findings: tuple[Finding, ...]  # of the checks that ran on the node
     object_store: int | None = None  # bytes; None: no Ray runs here yet
+    ray_gpus: int | None = None  # accelerators that Ray would give to actors here
 
 
 def inspect_node(name: str, ask: NodeAsk, run_smi: Callable[[], str | None] | None = None) -> NodeFacts:
@@ -173,6 +174,12 @@ def judge_accelerators(nodes: Sequence[NodeFacts], *, need: int, device: str) ->
             findings.append(
                 fail("accelerators", a.problem, "reinstall the driver or restart the node; `nvidia-smi` must list them", n.name)
             )
+        if a.names and device != "cpu" and dict(n.software).get("torch", "").endswith("+cpu"):
+            fix = "install torch from the index for this driver's CUDA or ROCm"
+            findings.append(fail("accelerators", f"{len(a.names)} are there, but torch is built for the CPU alone", fix, n.name))
+        if n.ray_gpus is not None and n.ray_gpus != len(a.names):
+            what = f"Ray counts {n.ray_gpus} accelerators, the driver {len(a.names)}"
+            findings.append(warn("accelerators", what, "restart Ray there, with --num-gpus or without CUDA_VISIBLE_DEVICES", n.name))
         for place, (memory, used) in enumerate(zip(a.memory, a.used, strict=True)):
             if used > USED_SHARE * memory and device != "cpu":
                 what = f"accelerator {place} ({a.names[place]}): {size(used)} of {size(memory)} are in use"
@@ -204,6 +211,28 @@ def judge_accelerators(nodes: Sequence[NodeFacts], *, need: int, device: str) ->
             f"{listed}; {need} shards on the {uses}" if uses == "CPU" else f"{listed}, {uses}; {need} shards",
             accelerators=count,
         )
+    ]
+
+
+def judge_memory(nodes: Sequence[NodeFacts], *, shard_bytes: int, shards: int, device: str) -> list[Finding]:
+    """What the fullest shard allocates, against every accelerator (`device` cuda) or all shards against the nodes' memory (cpu)."""
+    if device == "cpu":
+        need, there = shard_bytes * shards, sum(n.memory for n in nodes)
+        what = f"{shards} shards of up to {size(shard_bytes)}, {size(there)} of memory"
+        if need > there:
+            return [fail("memory", what, "lower cache_bytes or max_batched_tokens, or spread the shards over more nodes")]
+        return [ok("memory", what, shard_bytes=shard_bytes)]
+    findings = []
+    smallest = min(memory for n in nodes for memory in n.accelerators.memory)
+    for n in nodes:
+        for place, (memory, used) in enumerate(zip(n.accelerators.memory, n.accelerators.used, strict=True)):
+            what = f"a shard needs {size(shard_bytes)}; accelerator {place} has {size(memory)}, {size(used)} of it in use"
+            if shard_bytes > memory:
+                findings.append(fail("memory", what, "raise ep or tp, or lower cache_bytes: `k3 plan` finds what fits", n.name))
+            elif shard_bytes > memory - used:
+                findings.append(fail("memory", what, "end what runs there: `nvidia-smi` lists the processes", n.name))
+    return findings or [
+        ok("memory", f"a shard needs {size(shard_bytes)}, the smallest accelerator has {size(smallest)}", shard_bytes=shard_bytes)
     ]
 
 

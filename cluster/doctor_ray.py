@@ -16,6 +16,7 @@ from cluster.doctor import Finding, fail, ok, warn
 from cluster.doctor_links import LinkFacts, broken_links, judge_links, measure_links
 from cluster.doctor_node import NodeAsk, NodeFacts, inspect_node
 
+SILENCE_S = 30.0  # a node that has not begun to answer by then is left behind
 PINGS = 5  # the quickest says most about a clock
 
 
@@ -69,7 +70,8 @@ def measure_cluster(address: str, device: str, limit_s: float) -> list[Finding]:
 
 def inspect_cluster(ask: NodeAsk, limit_s: float, clock: Callable[[], float] = time.time) -> ClusterFacts:
     """Every node of the cluster that this process has joined, within about `limit_s`: a node that does not answer is a finding."""
-    deadline = time.monotonic() + limit_s
+    begin = time.monotonic()
+    deadline = begin + limit_s
     listed = ray.nodes()
     alive = [n for n in listed if n["Alive"]]
     findings = [
@@ -78,13 +80,17 @@ def inspect_cluster(ask: NodeAsk, limit_s: float, clock: Callable[[], float] = t
         if not n["Alive"]
     ]
     probes = {node_name(n): _probe(n["NodeID"]) for n in alive}
-    there, silent = _answers({name: p.clock.remote() for name, p in probes.items()}, deadline - limit_s / 4)
+    there, silent = _answers({name: p.clock.remote() for name, p in probes.items()}, begin + min(SILENCE_S, limit_s * 0.75))
     findings += silent
     offsets = tuple((name, offset) for name in there if (offset := _offset(probes[name], clock, deadline)) is not None)
-    looks, silent = _answers({name: probes[name].inspect.remote(name, replace(ask, limit_s=limit_s / 2)) for name in there}, deadline)
+    looking = replace(ask, limit_s=max(1.0, deadline - time.monotonic() - 2))
+    looks, silent = _answers({name: probes[name].inspect.remote(name, looking) for name in there}, deadline)
     findings += silent
-    stores = {node_name(n): int(n["Resources"].get("object_store_memory", 0)) for n in alive}
-    nodes = tuple(replace(facts, object_store=stores[name]) for name, facts in looks.items())
+    has = {node_name(n): n["Resources"] for n in alive}
+    nodes = tuple(
+        replace(facts, object_store=int(has[name].get("object_store_memory", 0)), ray_gpus=int(has[name].get("GPU", 0)))
+        for name, facts in looks.items()
+    )
     if not silent and len(nodes) == len(alive):
         findings.append(ok("ray", f"{len(nodes)} nodes answer, Ray {ray.__version__}", nodes=len(nodes)))
     for probe in probes.values():
@@ -153,7 +159,14 @@ def _answers(asked: dict[str, Any], deadline: float) -> tuple[dict[str, Any], li
             values[name] = ray.get(ref, timeout=0.1)
         except ray.exceptions.GetTimeoutError:
             what = f"no answer within {time.monotonic() - begin:.0f} s"
-            findings.append(fail("ray", what, "see whether the machine is up and its raylet runs (`ray status`); restart Ray there", name))
+            findings.append(
+                fail(
+                    "ray",
+                    what,
+                    "see whether the machine is up, with a free CPU, and its raylet runs (`ray status`); restart Ray there",
+                    name,
+                )
+            )
         except ray.exceptions.RayError as error:
             findings.append(fail("ray", _reason(error), "mend what it names; the project must be installed on every node", name))
     return values, findings

@@ -63,7 +63,19 @@ def test_a_running_server_that_is_well(url: str, model: Path, tmp_path: Path) ->
     result = k3(*words, "--golden", golden(tmp_path, REPLY), "--json")
     found = told(result)
     assert result.exit_code == 0, result.stdout
-    checks = {"server", "files", "fingerprint", "software", "accelerators", "disk", "configuration", "links", "golden", "durable store"}
+    checks = {
+        "server",
+        "files",
+        "fingerprint",
+        "software",
+        "accelerators",
+        "disk",
+        "configuration",
+        "memory",
+        "links",
+        "golden",
+        "durable store",
+    }
     assert set(found) - {"limits", "object store"} == checks
     assert found["golden"][0]["what"] == "greeting: all 3 tokens"
 
@@ -114,6 +126,13 @@ def test_no_room_and_a_dead_store_and_too_few_accelerators(model: Path) -> None:
     assert found["durable store"][0]["status"] == "fail"
     assert "64 are needed" in found["accelerators"][0]["what"]
     assert found["configuration"][0]["status"] == "fail"
+
+
+def test_pools_larger_than_the_memory(model: Path) -> None:
+    found = told(k3(f"model={model}", "cache_bytes=500TB", "--port", "1", "--skip", "links", "--json"))
+    assert found["configuration"][0]["status"] == "ok"
+    assert found["memory"][0]["status"] == "fail"
+    assert "1 shards of up to 500 TB" in found["memory"][0]["what"]
 
 
 def test_without_golden_tokens_it_says_that_none_were_checked(model: Path) -> None:

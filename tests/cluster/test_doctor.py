@@ -21,6 +21,7 @@ from cluster.doctor_node import (
     judge_accelerators,
     judge_clocks,
     judge_disks,
+    judge_memory,
     judge_software,
     read_accelerators,
 )
@@ -189,6 +190,23 @@ def test_unequal_drivers_and_accelerators_are_told() -> None:
     nodes = [node("a", accelerators=gpus(0)), node("b", accelerators=gpus(0)), node("c", accelerators=gpus(0, name="H100", driver="550"))]
     found = judge_accelerators(nodes, need=3, device="cuda")
     assert [(f.status.value, f.where) for f in found] == [("warn", "c"), ("warn", "")]
+
+
+def test_accelerators_that_torch_or_ray_do_not_see() -> None:
+    cpu_build = node(accelerators=gpus(0), software=(("torch", "2.13.0+cpu"),))
+    assert "torch is built for the CPU alone" in judge_accelerators([cpu_build], need=1, device="auto")[0].what
+    assert statuses(judge_accelerators([cpu_build], need=1, device="cpu")) == ["ok"]
+    found = judge_accelerators([node(accelerators=gpus(0, 0), ray_gpus=1)], need=1, device="cuda")
+    assert [(f.status.value, f.what) for f in found] == [("warn", "Ray counts 1 accelerators, the driver 2")]
+
+
+@pytest.mark.parametrize(
+    ("shard", "device", "expected"),
+    [(100, "cuda", ["ok"]), (100, "cpu", ["fail"]), (10, "cpu", ["ok"]), (142, "cuda", ["fail", "fail"]), (110, "cuda", ["fail"])],
+)
+def test_memory_of_a_shard(shard: int, device: str, expected: list[str]) -> None:
+    nodes = [node(accelerators=gpus(0, 40 * GIB if shard == 110 else 0))]
+    assert statuses(judge_memory(nodes, shard_bytes=shard * GIB, shards=2, device=device)) == expected
 
 
 def broken_smi() -> str:
