@@ -110,7 +110,7 @@ def check_up(
     )
     place = "this machine" if wanted.address is None else f"the Ray cluster at {wanted.address} (--address local: this machine alone)"
     stderr.print(f"looking at {place}", highlight=False, soft_wrap=True)
-    serve_modes.switch_on("default")
+    serve_modes.switch_on("default", own_ray=wanted.address is None)
     findings: list[Finding] = []
     with clear_errors(), stderr.status("examining"):
         for finding in examine(wanted):
@@ -134,7 +134,7 @@ def examine(wanted: Examination) -> Iterator[Finding]:
     faulty = any(f.status is Status.FAIL and f.check in ("files", "fingerprint") for f in seen)
     configured = together({"configuration": lambda: _configuration(wanted.config, nodes, gpus, told=faulty)}, wanted.limit_s)
     yield from configured
-    device = "cuda" if wanted.config.device == "cuda" or (wanted.config.device == "auto" and gpus >= _need(wanted.config)) else "cpu"
+    device = "cuda" if wanted.config.device != "cpu" and gpus >= _need(wanted.config) else "cpu"
     if Step.LINKS not in wanted.skip:
         yield from _links(wanted, device, gpus)
     if Step.GOLDEN in wanted.skip or any(f.status is Status.FAIL for f in configured) or faulty:
@@ -277,13 +277,18 @@ def _golden_child(address: str | None, config: ServiceConfig, goldens: Sequence[
     import ray
 
     from app.golden import golden_of_shards
-    from app.serving import local_ray
+    from app.serving import OBJECT_STORE_BYTES
 
-    if address is not None:
-        ray.init(address=address, namespace="serve", logging_level=logging.ERROR, log_to_driver=False)
+    quiet: dict[str, Any] = {"namespace": "serve", "logging_level": logging.ERROR, "log_to_driver": False}
+    if address is None:
+        ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+    else:
+        ray.init(address=address, **quiet)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    with local_ray():
+    try:
         return asyncio.run(golden_of_shards(config, goldens))
+    finally:
+        ray.shutdown()
 
 
 def _plain(f: Finding) -> dict[str, Any]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 
 from app.config import ServiceConfig
 from app.score import score, score_spec
-from cluster.doctor import Finding, fail, ok
+from cluster.doctor import Finding, Status, fail, ok
 from deployments.shard_group import ShardGroup
 from engine.errors import InvalidRequest
 
+OTHER_MODEL = "if another model is served there, say which (model=…) and give its --golden FILE; if not, "
 FIX = "compare files, dtype, versions and drivers with the machine that made the golden tokens; `k3 score` shows the logits"
 # How far below the best one an expected token's logit may be, by compute dtype: near-ties fall differently in another batch or sharding.
 SLACK = {"float32": 1e-3, "bfloat16": 0.25}
@@ -73,7 +74,9 @@ def golden_of_server(url: str, headers: Mapping[str, str], goldens: Sequence[Gol
                 what = f"{golden.name}: the server answered {answer.status_code}: {answer.text[:200]}"
                 findings.append(fail("golden", what, "see the server's logs", url))
                 continue
-            findings.append(judge_tokens(golden, answer.json()["choices"][0]["token_ids"], url))
+            found = judge_tokens(golden, answer.json()["choices"][0]["token_ids"], url)
+            embedded = golden is EMBEDDED and found.status is Status.FAIL
+            findings.append(replace(found, fix=OTHER_MODEL + found.fix) if embedded else found)
     return findings
 
 

@@ -26,15 +26,18 @@ CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")  # written by `ray start`
 MODES = {"default": {}, "throughput": {THROUGHPUT: "1"}, "haproxy": {THROUGHPUT: "1", HA_PROXY: "1"}}
 
 
-def switch_on(mode: str) -> None:
-    """For this process and the Ray it will start. Settings already in the environment stay as they are."""
+def switch_on(mode: str, own_ray: bool | None = None) -> None:
+    """For this process and the Ray it will start. Settings already in the environment stay as they are.
+
+    `own_ray`: whether it starts one of its own; None: when there is no cluster to join.
+    """
     for name, value in MODES[mode].items():
         os.environ.setdefault(name, value)
     if os.environ.get(HA_PROXY) == "1":
         for name, port in HA_PROXY_PORTS.items():
             if name not in os.environ and not _free(port):
                 os.environ[name] = str(_free_port())  # another Serve of this machine has it, and HAProxy would not start
-    if "ray" not in sys.modules and cluster_address() is None:
+    if "ray" not in sys.modules and (cluster_address() is None if own_ray is None else own_ray):
         os.environ.setdefault(*NO_CLUSTER)
     # Ray writes a token file into the home directory unless told.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")

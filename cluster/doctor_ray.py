@@ -106,6 +106,8 @@ def cluster_links(device: str, limit_s: float) -> list[Finding]:
     alive = [n for n in ray.nodes() if n["Alive"]]
     if device == "cuda":
         ranks = [n for n in alive for _ in range(int(n["Resources"].get("GPU", 0)))]
+        if len(ranks) < 2:
+            return [ok("links", f"{len(ranks)} accelerators: nothing to connect")]
         free = int(ray.available_resources().get("GPU", 0))
         if free < len(ranks):
             what = f"{len(ranks) - free} of {len(ranks)} accelerators are reserved by running applications: NCCL was not tried"

@@ -90,6 +90,12 @@ def test_wrong_golden_tokens_are_told_by_place(url: str, model: Path, tmp_path: 
     assert "1 failed" in result.stdout
 
 
+def test_another_model_than_the_embedded_one_may_be_served(url: str) -> None:
+    found = told(k3("--url", url, "--api-key", "secret", "--skip", "links", "--json"))
+    assert found["golden"][0]["status"] == "fail"
+    assert "if another model is served there" in found["golden"][0]["fix"]
+
+
 def test_a_server_that_is_not_there(model: Path, tmp_path: Path) -> None:
     words = ("--url", "http://127.0.0.1:9/v1", f"model={model}", "--golden", golden(tmp_path, REPLY), "--skip", "links", "--json")
     result = k3(*words)

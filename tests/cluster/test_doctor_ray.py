@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from typer.testing import CliRunner
 
+from app.cli import cli
 from cluster.doctor_files import judge_fingerprints
 from cluster.doctor_node import NodeAsk, judge_clocks
 from cluster.doctor_ray import cluster_links, inspect_cluster
@@ -81,6 +84,32 @@ def test_other_weights_on_one_node_are_told_with_its_name(cluster: Any, folders:
     found = judge_fingerprints([(n.name, n.fingerprint) for n in facts.nodes])
     assert [f.status.value for f in found] == ["fail"]
     assert all(n.name in found[0].what for n in facts.nodes)
+
+
+def test_the_command_looks_at_every_node(cluster: Any, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second node has other weights since the last test."""
+    monkeypatch.chdir(folders[0])
+    both, _ = cluster
+    words = ["doctor", "model=/proc/self/cwd/model", "--address", both.address, "--port", "1", "--json"]
+    result = CliRunner().invoke(cli, words, catch_exceptions=False)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in result.stdout.splitlines():
+        found.setdefault(json.loads(line)["check"], []).append(json.loads(line))
+    assert result.exit_code == 1
+    assert f"the Ray cluster at {both.address}" in result.stderr
+    names = {one["where"] for one in found["files"]}
+    assert len(names) == 2
+    assert {
+        check: [one["status"] for one in found[check]] for check in ("files", "clock", "ray", "fingerprint", "configuration", "links")
+    } == {
+        "files": ["ok", "ok"],
+        "clock": ["ok", "ok"],
+        "ray": ["ok"],
+        "fingerprint": ["fail"],
+        "configuration": ["ok"],
+        "links": ["ok"],
+    }
+    assert "golden" not in found, "other tokens are no news then"
 
 
 def test_a_node_that_has_stopped_is_told_in_time(cluster: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import resource
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,11 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from cluster.doctor import Finding, in_child
+from cluster.doctor_files import check_files
+from cluster.doctor_node import NodeAsk, inspect_node
 from cluster.doctor_store import check_store
+
+GOLDEN = Path(__file__).parent.parent / "data" / "k3" / "tiny-a" / "model"
 
 
 @pytest.fixture
@@ -116,3 +121,46 @@ def test_a_folder_that_takes_no_more(tmp_path: Path) -> None:
 
 def test_a_url_that_is_none() -> None:
     assert "file:///absolute/path or s3://" in one(check_store("gs://x", None)).what
+
+
+def test_a_store_that_never_answers_is_told_in_time(s3: str, tmp_path: Path) -> None:
+    """It accepts connections and says nothing."""
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        endpoint = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        ask = NodeAsk(model_dir=str(GOLDEN), spill_dir=str(tmp_path), durable_url="s3://b", durable_endpoint_url=endpoint, limit_s=3)
+        facts = inspect_node("n1", ask, lambda: None)
+    assert [(f.check, f.status.value) for f in facts.findings] == [("files", "ok"), ("durable store", "fail")]
+    assert "no answer within 3 s" in facts.findings[1].what
+
+
+# -- a model that lies in a store
+
+
+def upload(endpoint: str, cut: dict[str, int], skip: str = "") -> str:
+    """tiny-a, files cut to so many bytes, one left out."""
+    client = boto3.client("s3", endpoint_url=endpoint)
+    for file in GOLDEN.iterdir():
+        if file.name != skip:
+            client.put_object(Bucket="sessions", Key=f"model/{file.name}", Body=file.read_bytes()[: cut.get(file.name)])
+    return "s3://sessions/model"
+
+
+def test_a_model_in_a_store_has_the_fingerprint_of_its_files(s3: str) -> None:
+    findings, fingerprint = check_files(upload(s3, {}), "n1", s3)
+    assert [f.status.value for f in findings] == ["ok"]
+    assert fingerprint == check_files(GOLDEN)[1]
+
+
+def test_an_object_that_is_cut_or_missing_or_out_of_reach(s3: str) -> None:
+    name = "model-00002-of-000003.safetensors"
+    cut, none = check_files(upload(s3, {name: 900_000}), "n1", s3)
+    assert (cut[0].status.value, none) == ("fail", None)
+    assert name in cut[0].what
+    boto3.client("s3", endpoint_url=s3).delete_object(Bucket="sessions", Key=f"model/{name}")
+    missing, _ = check_files("s3://sessions/model", "n1", s3)
+    assert f"{name}: the file is missing" in missing[0].what
+    dead, _ = check_files("s3://sessions/model", "n1", "http://127.0.0.1:9")
+    assert dead[0].status.value == "fail"
+    assert "127.0.0.1:9" in dead[0].what
