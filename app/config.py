@@ -78,6 +78,9 @@ class ServiceConfig(BaseModel):
         None, description="generated tokens between state checkpoints: what a stream that moves computes again; none = by bytes of state"
     )
     prefix_cache: bool = Field(True, description="reuse the state of shared prompt prefixes")
+    shared_prefixes: MaybePath = Field(
+        None, description="JSON file: array of {messages, tools, …} that prompts of all tenants may begin with and share the states of"
+    )
     run_ahead: int = Field(1, ge=0, le=1, description="steps submitted before the last result is known")
 
     # Stored states: sessions that outlive replicas, shards and, with durable_url, the cluster
@@ -86,7 +89,7 @@ class ServiceConfig(BaseModel):
     store_ttl_s: PositiveFloat = Field(24 * 3600.0, description="how long states and sessions that nobody uses are kept in memory")
     durable_url: MaybeText = Field(None, description="file:///path or s3://bucket/prefix: states and sessions are written there behind")
     durable_endpoint_url: MaybeText = Field(None, description="of an S3-compatible server; none = AWS")
-    mirror: bool = Field(False, description="a second copy of every session's states, on another node")
+    mirror: bool = Field(False, description="a second copy of every pinned session's states, on another node")
     segment_tokens: MaybeInt = Field(None, description="tokens in one stored run of latents, a multiple of 64; none = about 64 MiB")
     export_concurrency: PositiveInt = Field(2, description="states on their way out of one replica at a time")
     import_timeout_s: PositiveFloat = Field(30.0, description="longest wait for a stored object before its tokens are computed again")

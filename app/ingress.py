@@ -50,7 +50,10 @@ class Ingress:
         self._desk = SessionDesk(
             sessions,
             HolderBundles(config) if config.state_store else None,
-            SessionFiles(read_export_key(config.export_key), served.fingerprint) if config.export_key else None,
+            SessionFiles(read_export_key(config.export_key), served.fingerprint, prefixes=served.shared_prefixes)
+            if config.export_key
+            else None,
+            mirror=config.mirror,
         )
         words = tokenizer_folder(served.tokenizer_dir, config.model_endpoint_url) if served.tokenizer_dir else None
         self._service = Service.from_config(

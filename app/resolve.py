@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from app.config import ServiceConfig
 from app.default_model import ensure_default_model
 from app.session_file import read_export_key
+from app.shared_prefixes import read_shared_prefixes
 from chat.tokenizer import TINY_TOKENIZER_DIR, Tokenizer
 from cluster.checkpoint import Checkpoint, has_tokenizer, read_checkpoint, read_config, tokenizer_folder
 from cluster.durable import check_url
@@ -36,6 +37,7 @@ class Served:
     tokenizer_dir: str | None  # a folder or s3://…; None: token ids only
     eos_token_ids: tuple[int, ...]
     fingerprint: str  # hex digest of the model's identity
+    shared_prefixes: tuple[bytes, ...]  # beginnings of prompts that all tenants share, as little-endian u32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,7 @@ def resolve(config: ServiceConfig, *, gpus: int | None = None, checkpoint: Check
         )
     if config.export_key is not None:
         read_export_key(config.export_key)
+    shared = read_shared_prefixes(config.shared_prefixes, tokenizer) if config.shared_prefixes is not None else ()
     return ServicePlan(
         engine=EngineSpec(
             shards=ShardSpec(
@@ -121,6 +124,7 @@ def resolve(config: ServiceConfig, *, gpus: int | None = None, checkpoint: Check
                 prefix_cache=config.prefix_cache,
                 checkpoint_interval=config.checkpoint_interval,
                 checkpoint_decode_interval=state.stake_tokens,
+                shared_prefixes=shared,
                 run_ahead=config.run_ahead,
             ),
             fingerprint=checkpoint.fingerprint,
@@ -133,6 +137,7 @@ def resolve(config: ServiceConfig, *, gpus: int | None = None, checkpoint: Check
             tokenizer_dir=tokenizer_dir,
             eos_token_ids=tuple(tokenizer.stop_ids) if tokenizer else (model.eos_token_id,),
             fingerprint=checkpoint.fingerprint,
+            shared_prefixes=shared,
         ),
     )
 

@@ -10,8 +10,8 @@ import ray
 
 from app.config import ServiceConfig
 from app.session_file import Arrays
-from cluster.holder import holder_name, node_holder
-from cluster.sessions import NAMESPACE, session_store
+from cluster.holder_actors import NAMESPACE, holder_name, node_holder
+from cluster.sessions import session_store
 from engine.bundle import StateBundle
 from engine.errors import EngineFailure, K3Error
 from engine.session import BundleAt, SessionRecord, TurnEnd
@@ -112,6 +112,17 @@ class HolderBundles:
             except (ray.exceptions.RayError, ValueError):
                 continue  # another holder, or none, has it
         return None
+
+    async def mirror(self, lineage: str) -> None:
+        """A second copy on another node, if there is one."""
+        for name in (await _patiently(self._store.where, [lineage])).get(lineage, ()):
+            try:
+                mirrored = await _value(ray.get_actor(name, namespace=NAMESPACE).mirror.remote(lineage))
+            except (ray.exceptions.RayError, ValueError):
+                continue  # another holder may have it
+            if mirrored is not None:
+                await _patiently(self._store.register, *mirrored)
+            return
 
     async def write(self, bundle: StateBundle, arrays: Arrays) -> None:
         await _patiently(self._holder.put, bundle, arrays)

@@ -25,10 +25,11 @@ MAX_LISTED = 1000
 
 
 class BundlePort(Protocol):
-    """Stored states by lineage. Both raise EngineFailure."""
+    """Stored states by lineage. All raise EngineFailure."""
 
     async def read(self, lineage: str) -> tuple[StateBundle, Arrays] | None: ...
     async def write(self, bundle: StateBundle, arrays: Arrays) -> None: ...
+    async def mirror(self, lineage: str) -> None: ...
 
 
 class NewSession(Wire):
@@ -50,12 +51,16 @@ class Pin(Wire):
 
 
 class SessionDesk:
-    """`sessions` None: this server keeps none. `files` None: no export_key, so nothing is exported or imported."""
+    """`sessions` None: this server keeps none. `files` None: no export_key, so nothing is exported or imported. `mirror`: pinned sessions
+    have a second copy of their states on another node."""
 
-    def __init__(self, sessions: Sessions | None, bundles: BundlePort | None = None, files: SessionFiles | None = None) -> None:
+    def __init__(
+        self, sessions: Sessions | None, bundles: BundlePort | None = None, files: SessionFiles | None = None, *, mirror: bool = False
+    ) -> None:
         self._store = sessions
         self._bundles = bundles
         self._files = files
+        self._mirror = mirror
 
     async def list(self, tenant: str, limit: int = 100) -> dict[str, Any]:
         """Newest first, those that are in memory."""
@@ -89,11 +94,14 @@ class SessionDesk:
         return card(await self._sessions.mark(tenant, session, Mark.model_validate(body).name))
 
     async def pin(self, tenant: str, session: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A pinned session does not expire."""
-        return card(await self._sessions.pin(tenant, session, Pin.model_validate(body).pinned))
+        """A pinned session does not expire. The state that its next turn goes on from is mirrored at once, later ones as they come."""
+        record = await self._sessions.pin(tenant, session, Pin.model_validate(body).pinned)
+        if self._mirror and record.pinned and record.bundles and self._bundles is not None:
+            await self._bundles.mirror(record.bundles[0].lineage)
+        return card(record)
 
     async def delete(self, tenant: str, session: str) -> dict[str, Any]:
-        """Its states expire by themselves: forks may share them. Raises SessionBusy while a turn runs."""
+        """With the states that no other session knows of. Raises SessionBusy while a turn runs."""
         await self._sessions.delete(tenant, session)
         return {"id": session, "object": "session.deleted", "deleted": True}
 

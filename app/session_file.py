@@ -22,7 +22,7 @@ from safetensors.numpy import load, save
 from app.past import unpack_tokens
 from engine.bundle import StateBundle, digest
 from engine.errors import ConfigError, InvalidRequest
-from engine.lineage import BLOCK, Lineage, root
+from engine.lineage import BLOCK, lineage_of
 from engine.session import BundleAt, SessionRecord
 
 FORMAT = "k3-session-1"
@@ -46,10 +46,12 @@ class SessionFiles:
     key: bytes
     fingerprint: str
     block: int = BLOCK
+    prefixes: tuple[bytes, ...] = ()  # that all tenants share
 
     def fitting(self, record: SessionRecord) -> list[BundleAt]:
         """Those of the record's bundles that are states of its present tokens, longest first."""
-        lineage = Lineage(root(self.fingerprint, record.tenant), self.block, unpack_tokens(record.tokens))
+        ids = unpack_tokens(record.tokens)
+        lineage = lineage_of(self.fingerprint, record.tenant, ids, block_size=self.block, prefixes=self.prefixes)
         return [at for at in record.bundles if at.position <= len(lineage) and lineage.at(at.position).hex() == at.lineage]
 
     def pack(self, record: SessionRecord, bundle: StateBundle | None, arrays: Arrays) -> bytes:
@@ -110,7 +112,9 @@ class SessionFiles:
     def _check_bundle(self, bundle: StateBundle, record: SessionRecord, arrays: Arrays) -> None:
         if fault := bundle.fault(self.fingerprint, bundle.schema):
             raise _refused(f"bundle: {fault}")
-        if bundle.tenant != record.tenant or self.fitting(record)[:1] != [BundleAt(position=bundle.position, lineage=bundle.lineage)]:
+        if bundle.tenant not in (record.tenant, "") or self.fitting(record)[:1] != [
+            BundleAt(position=bundle.position, lineage=bundle.lineage)
+        ]:
             raise _refused("bundle: it is not a state of this session's tokens")
         for meta in bundle.objects:
             if meta.name not in arrays:

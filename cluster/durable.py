@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, Protocol
 from urllib.parse import urlparse
 
@@ -27,7 +29,9 @@ class Blobs(Protocol):
     def put(self, key: str, data: bytes) -> None: ...
     def get(self, key: str) -> bytes | None: ...
     def delete(self, key: str) -> None: ...
-    def keys(self, prefix: str) -> Iterator[str]: ...
+    def entries(self, prefix: str) -> Iterator[tuple[str, float]]:
+        """Keys in the folder `prefix`, in order, each with the time of its last change, in seconds since the epoch."""
+        ...
 
 
 class DiskBlobs:
@@ -66,11 +70,14 @@ class DiskBlobs:
     def delete(self, key: str) -> None:
         (self._root / key).unlink(missing_ok=True)
 
-    def keys(self, prefix: str) -> Iterator[str]:
+    def entries(self, prefix: str) -> Iterator[tuple[str, float]]:
         folder = self._root / prefix
         for path in sorted(folder.rglob("*")):
-            if path.is_file() and not path.name.startswith(".writing-"):
-                yield str(path.relative_to(self._root))
+            if not path.name.startswith(".writing-"):
+                with suppress(FileNotFoundError):  # deleted meanwhile
+                    info = path.stat()
+                    if S_ISREG(info.st_mode):
+                        yield str(path.relative_to(self._root)), info.st_mtime
 
 
 class S3Blobs:
@@ -101,12 +108,12 @@ class S3Blobs:
     def delete(self, key: str) -> None:
         self._call("delete", key, self._client.delete_object, Bucket=self._bucket, Key=self._key(key))
 
-    def keys(self, prefix: str) -> Iterator[str]:
+    def entries(self, prefix: str) -> Iterator[tuple[str, float]]:
         pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._key(prefix) + "/")
         skip = len(self._prefix) + 1 if self._prefix else 0
         for page in self._call("list", prefix, list, pages) or ():
             for item in page.get("Contents", ()):
-                yield item["Key"][skip:]
+                yield item["Key"][skip:], item["LastModified"].timestamp()
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key
@@ -137,6 +144,14 @@ def check_url(url: str) -> tuple[str, str, str]:
     if not ((parsed.scheme == "file" and parsed.path) or (parsed.scheme == "s3" and parsed.netloc)):
         raise ConfigError(f"durable store {url!r}: expected file:///absolute/path or s3://bucket/prefix")
     return parsed.scheme, parsed.netloc, parsed.path
+
+
+def manifest_key(lineage: str) -> str:
+    return f"bundles/{lineage}.json"
+
+
+def object_key(name: str) -> str:
+    return f"objects/{name}.safetensors"
 
 
 def pack(arrays: Mapping[str, np.ndarray]) -> bytes:

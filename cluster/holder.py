@@ -19,7 +19,8 @@ from typing import Any
 
 import ray
 
-from cluster.durable import Blobs, open_blobs, pack, unpack
+from cluster.durable import Blobs, manifest_key, object_key, open_blobs, pack, unpack
+from cluster.holder_actors import holder_name, mirror_node, node_holder
 from engine.bundle import ExportPart, ObjectRef, RecurrentPart, Segment, StateBundle, decode_bundle, digest, encode_bundle
 from engine.errors import DurableError, StoreFull
 from engine.session import SessionRecord
@@ -80,6 +81,7 @@ class StateHolder:
 
     def __init__(self, node: str, budget_bytes: int, ttl_s: float, durable_url: str | None = None, endpoint_url: str | None = None) -> None:
         self._node = node
+        self._settings: dict[str, Any] = {"ttl_s": ttl_s, "durable_url": durable_url, "endpoint_url": endpoint_url}
         self._budget = budget_bytes
         self._ttl = ttl_s
         self._blobs: Blobs | None = open_blobs(durable_url, endpoint_url) if durable_url else None
@@ -136,19 +138,44 @@ class StateHolder:
                 self._keep(_Held(meta, ray.put(arrays[meta.name])))
         self._publish(bundle)
 
-    async def mirror(self, fetched: Fetched) -> None:
-        """A copy of another node's bundle that outlives that node: this holder makes its own objects. Raises StoreFull, RayError."""
+    async def copy(self, fetched: Fetched) -> None:
+        """Another node's bundle in objects of this holder's own, so that it outlives that node. Raises StoreFull, RayError."""
         arrays = {name: await ref for name, [ref] in fetched.refs.items()}
         await self.put(fetched.bundle, arrays)
+
+    async def mirror(self, lineage: str) -> tuple[StateBundle, str] | None:
+        """Has another node keep a copy, too. The bundle and the holder that has it now; None without such a bundle or another node.
+
+        Raises StoreFull of that holder, RayError.
+        """
+        node = mirror_node(self._node, lineage)
+        fetched = await self._gather(lineage) if node is not None else None
+        if node is None or fetched is None:
+            return None
+        try:
+            await node_holder(node, budget_bytes=self._budget, **self._settings).copy.remote(fetched)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        return fetched.bundle, holder_name(node)
 
     # -- bundles go ----------------------------------------------------------------------------------------------------
 
     async def fetch(self, lineage: str) -> Fetched | None:
         """The bundle from memory, what lacks from the durable tier, digests checked there. Raises DurableError, StoreFull."""
+        fetched = await self._gather(lineage)
+        if fetched is None:
+            return None
+        if (entry := self._entries.get(lineage)) is not None:
+            entry.hits += 1
+            self._touch(lineage)
+        self._count["hits"] += 1
+        return fetched
+
+    async def _gather(self, lineage: str) -> Fetched | None:
         entry = self._entries.get(lineage)
         if entry is not None:
             bundle = entry.bundle
-        elif self._blobs is None or (raw := await asyncio.to_thread(self._blobs.get, f"bundles/{lineage}.json")) is None:
+        elif self._blobs is None or (raw := await asyncio.to_thread(self._blobs.get, manifest_key(lineage))) is None:
             return None
         else:
             bundle = decode_bundle(raw)
@@ -161,11 +188,6 @@ class StateHolder:
             refs = {name: [held.ref] for name in names if (held := self._objects.get(name)) is not None}
         finally:
             self._let_go(names)
-        entry = self._entries.get(lineage)
-        if entry is not None:
-            entry.hits += 1
-            self._touch(lineage)
-        self._count["hits"] += 1
         return Fetched(bundle, refs, "durable" if missing else "store")
 
     async def manifest(self, lineage: str) -> StateBundle | None:
@@ -189,14 +211,9 @@ class StateHolder:
         if entry is not None and entry.pins:
             entry.pins -= 1
 
-    async def drop(self, lineage: str, *, durable: bool = False) -> None:
-        """Forgets a bundle and the objects that no other bundle here names; `durable`: its manifest and own state there too. Idempotent."""
-        entry = self._entries.get(lineage)
+    async def drop(self, lineage: str) -> None:
+        """Forgets a bundle and the objects that no other bundle here names. Idempotent."""
         self._remove(lineage)
-        if durable and self._blobs is not None:
-            own = [part.object.name for part in entry.bundle.recurrent] if entry else []
-            for key in (f"bundles/{lineage}.json", *(f"objects/{name}.safetensors" for name in own)):
-                await asyncio.to_thread(self._blobs.delete, key)
 
     # -- the session store's safety copies -----------------------------------------------------------------------------
 
@@ -261,7 +278,7 @@ class StateHolder:
         assert self._blobs is not None
         self._make_room(sum(meta.nbytes for meta in missing))
         for meta in missing:
-            raw = await asyncio.to_thread(self._blobs.get, f"objects/{meta.name}.safetensors")
+            raw = await asyncio.to_thread(self._blobs.get, object_key(meta.name))
             if raw is None:
                 continue
             arrays = await asyncio.to_thread(unpack, raw)
@@ -284,10 +301,12 @@ class StateHolder:
                         return  # evicted meanwhile
                     if not held.durable:
                         raw = await asyncio.to_thread(pack, await held.ref)
-                        await asyncio.to_thread(self._blobs.put, f"objects/{meta.name}.safetensors", raw)
+                        await asyncio.to_thread(self._blobs.put, object_key(meta.name), raw)
                         held.durable = True
                         self._count["durable_bytes"] += len(raw)
-                await asyncio.to_thread(self._blobs.put, f"bundles/{bundle.lineage}.json", encode_bundle(bundle))
+                if bundle.lineage not in self._entries:
+                    return  # dropped meanwhile
+                await asyncio.to_thread(self._blobs.put, manifest_key(bundle.lineage), encode_bundle(bundle))
             except (DurableError, ray.exceptions.RayError):
                 self._count["durable_failures"] += 1
                 return
@@ -357,26 +376,3 @@ class StateHolder:
             if (held := self._objects.get(meta.name)) is not None:
                 held.bundles.discard(lineage)
                 self._forget_unused(meta.name)
-
-
-def holder_name(node: str) -> str:
-    return f"k3-holder-{node}"
-
-
-def node_holder(node: str, *, budget_bytes: int, ttl_s: float, durable_url: str | None, endpoint_url: str | None) -> Any:
-    """The holder actor of a node: made on first use, detached, pinned there."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    return (
-        ray.remote(StateHolder)
-        .options(
-            name=holder_name(node),
-            namespace="serve",
-            lifetime="detached",
-            get_if_exists=True,
-            num_cpus=0,
-            max_restarts=-1,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )
-        .remote(node, budget_bytes, ttl_s, durable_url, endpoint_url)
-    )

@@ -11,29 +11,28 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 import ray
 
-from cluster.durable import open_blobs
+from cluster.bundle_index import BundleIndex, Found
+from cluster.durable import manifest_key, open_blobs
+from cluster.durable_records import DurableRecords
+from cluster.holder_actors import NAMESPACE, holders
+from cluster.sweep import Swept, sweep
 from engine.bundle import StateBundle
 from engine.errors import DurableError, SessionBusy, SessionExists, UnknownMark, UnknownSession
 from engine.session import BundleAt, SessionRecord, TurnEnd, cut, marks_within
 
-HOLDER_PREFIX = "k3-holder-"
-NAMESPACE = "serve"
+SWEEP_S = 3600.0
+MAX_DELETED = 10_000  # deleted sessions that are remembered as such
 MAX_BUNDLES = 64  # resumable positions that one session remembers
-MAX_INDEXED = 500_000  # bundles whose place is remembered
 COPIES = 2  # holders that keep a copy of a record
 HOLDERS_S = 5.0  # how long the list of holders is believed
 REBUILD_S = 10.0  # longest wait for one holder after a restart
-
-_encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(SessionRecord).decode
 
 
 @dataclass(slots=True)
@@ -42,22 +41,6 @@ class _Turn:
 
     owner: str
     until: float
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A bundle that may fit a prompt, and the holders that have it in memory; none = look in the durable tier."""
-
-    at: BundleAt
-    holders: tuple[str, ...]
-    guess: bool = False  # nobody said that it exists
-
-
-@dataclass(slots=True)
-class _Place:
-    position: int
-    anchor: str
-    holders: set[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,24 +59,28 @@ class SessionStore:
         durable_url: str | None = None,
         endpoint_url: str | None = None,
         list_holders: Callable[[], Sequence[str]] | None = None,
+        sweep_s: float = SWEEP_S,
     ) -> None:
-        """`list_holders`: names of the holders to rebuild from and to copy records to; None asks Ray."""
+        """`list_holders`: names of the holders to rebuild from and to copy records to; None asks Ray. `sweep_s`: between looks at
+        whether the durable tier has to be cleared up."""
         self._ttl = ttl_s
         self._list_holders = list_holders or holders
         self._blobs = open_blobs(durable_url, endpoint_url) if durable_url else None
+        self._durable = DurableRecords(self._blobs) if self._blobs is not None else None
         self._records: OrderedDict[tuple[str, str], SessionRecord] = OrderedDict()  # least recently used first
         self._turns: dict[tuple[str, str], _Turn] = {}
-        self._places: OrderedDict[str, _Place] = OrderedDict()  # by lineage, the longest known first to go
-        self._anchors: dict[str, dict[str, None]] = {}  # lineage after a full block → bundles that end before the next one
-        self._dirty: dict[tuple[str, str], SessionRecord | None] = {}  # to be written to the durable tier; None = to be deleted
-        self._writer: asyncio.Task[None] | None = None
+        self._deleted: OrderedDict[tuple[str, str], None] = OrderedDict()  # a while ago: their last states may still be on their way
+        self._bundles = BundleIndex()
         self._holders: tuple[str, ...] = ()
         self._holders_until = 0.0
-        self._copying: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sweep_s, self._swept, self._unswept = sweep_s, time.time(), False
         self._started = time.time()
-        self._expired = self._durable_failures = 0
+        self._expired = self._failures = 0
         self._ready = asyncio.Event()
-        self._rebuild_task = asyncio.get_running_loop().create_task(self._rebuild())
+        self._beside(self._rebuild())
+        if self._blobs is not None:
+            self._beside(self._sweeping())
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
@@ -105,6 +92,7 @@ class SessionStore:
         if turn is not None and turn.owner != owner and turn.until > now:
             raise SessionBusy(f"session {session!r} is answering another request; wait for its end or fork it")
         self._turns[key] = _Turn(owner, now + lease_s)
+        self._deleted.pop(key, None)
         return await self._load(key) or SessionRecord(tenant=tenant, session=session, created=now, updated=now)
 
     async def renew(self, tenant: str, session: str, owner: str, lease_s: float) -> bool:
@@ -148,14 +136,20 @@ class SessionStore:
         await self._save(replace(record, marks=marks_within(record), updated=time.time()))
         return True
 
-    async def attach(self, tenant: str, session: str, at: BundleAt) -> None:
-        """A replica published one more resumable position of the session. Which of them fit a prompt is for its lineage to say."""
+    async def attach(self, tenant: str, session: str, at: BundleAt) -> bool | None:
+        """A replica published one more resumable position of the session; whether that is pinned, None when it was deleted meanwhile.
+
+        Which of them fit a prompt is for its lineage to say.
+        """
+        if (tenant, session) in self._deleted:
+            return None
         record = await self._load((tenant, session)) or SessionRecord(
             tenant=tenant, session=session, created=time.time(), updated=time.time()
         )
         others = [b for b in record.bundles if b.lineage != at.lineage]
         newest = [at, *others][:MAX_BUNDLES]
         await self._save(replace(record, bundles=tuple(sorted(newest, key=lambda b: -b.position))))
+        return record.pinned
 
     async def abandon(self, tenant: str, session: str, owner: str) -> None:
         """Ends a turn without an outcome. Idempotent."""
@@ -214,7 +208,10 @@ class SessionStore:
         return record
 
     async def delete(self, tenant: str, session: str) -> SessionRecord:
-        """Forgets the record and returns it, so that the caller can drop what only it used. Raises UnknownSession, SessionBusy."""
+        """Forgets the record and the states that no other session knows of; the sweep takes what is left of them in the durable tier.
+
+        Raises UnknownSession, SessionBusy.
+        """
         key = (tenant, session)
         record = await self.get(tenant, session)
         turn = self._turns.get(key)
@@ -222,34 +219,30 @@ class SessionStore:
             raise SessionBusy(f"session {session!r} is answering a request; delete it when that has ended")
         self._records.pop(key, None)
         self._turns.pop(key, None)
+        self._deleted[key] = None
+        if len(self._deleted) > MAX_DELETED:
+            self._deleted.popitem(last=False)
         self._copy("forget_record", key, tenant, session)
-        self._write_later(key, None)
+        if self._durable is not None:
+            self._durable.write(*key, None)
+        used = {at.lineage for other in self._records.values() if other.tenant == tenant for at in other.bundles}
+        self._beside(self._drop([at.lineage for at in record.bundles if at.lineage not in used]))
         return record
 
     # -- where bundles are ---------------------------------------------------------------------------------------------
 
     async def register(self, bundle: StateBundle, holder: str) -> None:
         """A holder has the bundle in memory."""
-        place = self._places.get(bundle.lineage)
-        if place is None:
-            place = self._places[bundle.lineage] = _Place(bundle.position, bundle.anchor, set())
-            self._anchors.setdefault(bundle.anchor, {})[bundle.lineage] = None
-            while len(self._places) > MAX_INDEXED:
-                self._unplace(next(iter(self._places)))
-        place.holders.add(holder)
+        self._bundles.add(bundle, holder)
 
     async def forget(self, lineage: str, holder: str) -> None:
         """It turned out not to have it."""
-        place = self._places.get(lineage)
-        if place is not None:
-            place.holders.discard(holder)
-            if not place.holders:
-                self._unplace(lineage)
+        self._bundles.discard(lineage, holder)
 
     async def where(self, lineages: Sequence[str]) -> dict[str, Sequence[str]]:
         """lineage → holders that have the bundle in memory, for those known."""
         await self._ready.wait()
-        return {lineage: sorted(place.holders) for lineage in lineages if (place := self._places.get(lineage))}
+        return {lineage: names for lineage in lineages if (names := self._bundles.holders(lineage))}
 
     async def find(self, anchors: Sequence[str], tenant: str, session: str | None, limit: int = 64) -> Sequence[Found]:
         """Bundles that may fit a prompt with these lineages after its full blocks, and those that the session knows; longest first.
@@ -261,33 +254,41 @@ class SessionStore:
         record = await self._load((tenant, session)) if session is not None else None
         if record is not None:
             found = {at.lineage: at for at in record.bundles}
-        for anchor in anchors:
-            for lineage in self._anchors.get(anchor, ()):
-                found.setdefault(lineage, BundleAt(position=self._places[lineage].position, lineage=lineage))
+        for at in self._bundles.near(anchors):
+            found.setdefault(at.lineage, at)
         best = sorted(found.values(), key=lambda at: -at.position)[:limit]
-        return [Found(at, tuple(sorted(place.holders)) if (place := self._places.get(at.lineage)) else ()) for at in best]
+        return [Found(at, self._bundles.holders(at.lineage)) for at in best]
+
+    async def sweep(self) -> Swept | None:
+        """Removes from the durable tier what nothing names any more; None when there is no such tier or it fails."""
+        if self._blobs is None:
+            return None
+        self._swept, self._unswept = time.time(), False
+        try:
+            return await asyncio.to_thread(sweep, self._blobs, self._ttl, self._swept)
+        except DurableError:
+            self._failures += 1
+            return None
 
     async def flush(self) -> None:
         """Waits until what is known is in the durable tier, or failed to be."""
-        while self._writer is not None and not self._writer.done():
-            await asyncio.wait([self._writer])
+        if self._durable is not None:
+            await self._durable.flush()
 
     async def stats(self) -> StoreStats:
         return StoreStats(
             sessions=len(self._records),
-            bundles=len(self._places),
+            bundles=len(self._bundles),
             running_turns=len(self._turns),
             expired=self._expired,
-            durable_failures=self._durable_failures,
+            durable_failures=self._failures + (self._durable.failures if self._durable is not None else 0),
         )
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     async def _load(self, key: tuple[str, str]) -> SessionRecord | None:
-        if key not in self._records and key not in self._dirty and self._blobs is not None:
-            raw = await asyncio.to_thread(self._blobs.get, _key(*key))
-            if raw is not None and key not in self._dirty:
-                self._records.setdefault(key, _decode(raw))
+        if key not in self._records and self._durable is not None and (found := await self._durable.read(*key)) is not None:
+            self._records.setdefault(key, found)
         record = self._records.get(key)
         if record is not None:
             self._records.move_to_end(key)
@@ -297,31 +298,35 @@ class SessionStore:
         key = (record.tenant, record.session)
         self._records[key] = record
         self._records.move_to_end(key)
+        self._deleted.pop(key, None)
         self._expire()
         self._copy("keep_record", key, record)
-        self._write_later(key, record)
+        if self._durable is not None:
+            self._durable.write(*key, record)
 
-    def _write_later(self, key: tuple[str, str], record: SessionRecord | None) -> None:
-        """The newest version only, one after the other: two writes of a record must not overtake each other."""
-        if self._blobs is None:
-            return
-        self._dirty[key] = record
-        if self._writer is None or self._writer.done():
-            self._writer = asyncio.get_running_loop().create_task(self._write_dirty())
+    async def _drop(self, lineages: Sequence[str]) -> None:
+        for lineage in lineages:
+            for name in self._bundles.remove(lineage):
+                await _tell(name, "drop", (lineage,))
+            if self._blobs is not None:
+                try:
+                    await asyncio.to_thread(self._blobs.delete, manifest_key(lineage))
+                except DurableError:
+                    self._failures += 1  # left to the sweep
+        self._unswept = self._unswept or bool(lineages)
 
-    async def _write_dirty(self) -> None:
+    async def _sweeping(self) -> None:
+        """Clears the durable tier up from time to time, when something was deleted or may have expired there."""
         assert self._blobs is not None
-        while self._dirty:
-            key, record = next(iter(self._dirty.items()))
-            try:
-                if record is None:
-                    await asyncio.to_thread(self._blobs.delete, _key(*key))
-                else:
-                    await asyncio.to_thread(self._blobs.put, _key(*key), _encode(record))
-            except DurableError:
-                self._durable_failures += 1
-            if self._dirty.get(key) is record:
-                del self._dirty[key]
+        while True:
+            await asyncio.sleep(self._sweep_s)
+            if self._unswept or time.time() - self._swept > self._ttl:
+                await self.sweep()
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _copy(self, method: str, key: tuple[str, str], *args: Any) -> None:
         """Safety copies in the memory of a few holders, for the time after this actor's death."""
@@ -329,16 +334,7 @@ class SessionStore:
             self._holders, self._holders_until = tuple(self._list_holders()), time.monotonic() + HOLDERS_S
         names = sorted(self._holders, key=lambda name: hashlib.sha256(f"{key}{name}".encode()).digest())[:COPIES]
         for name in names:
-            task = asyncio.get_running_loop().create_task(_tell(name, method, args))
-            self._copying.add(task)
-            task.add_done_callback(self._copying.discard)
-
-    def _unplace(self, lineage: str) -> None:
-        place = self._places.pop(lineage)
-        at = self._anchors[place.anchor]
-        del at[lineage]
-        if not at:
-            del self._anchors[place.anchor]
+            self._beside(_tell(name, method, args))
 
     def _expire(self) -> None:
         limit = time.time() - self._ttl
@@ -373,11 +369,6 @@ async def _tell(holder: str, method: str, args: tuple[Any, ...]) -> None:
         await getattr(ray.get_actor(holder, namespace=NAMESPACE), method).remote(*args)
 
 
-def holders() -> list[str]:
-    """Names of the living holders."""
-    return [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["name"].startswith(HOLDER_PREFIX)]
-
-
 def session_store(ttl_s: float, durable_url: str | None, endpoint_url: str | None) -> Any:
     """The store actor of this cluster: made on first use, detached, restarted when it dies."""
     return (
@@ -385,8 +376,3 @@ def session_store(ttl_s: float, durable_url: str | None, endpoint_url: str | Non
         .options(name="k3-sessions", namespace=NAMESPACE, lifetime="detached", get_if_exists=True, num_cpus=0, max_restarts=-1)
         .remote(ttl_s, durable_url, endpoint_url)
     )
-
-
-def _key(tenant: str, session: str) -> str:
-    """Names come from clients: hashed, so that no name can be a path."""
-    return f"sessions/{hashlib.sha256(tenant.encode()).hexdigest()[:32]}/{hashlib.sha256(session.encode()).hexdigest()}.json"

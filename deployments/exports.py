@@ -39,7 +39,7 @@ class Shards(Protocol):
 
 class Tier(Protocol):
     async def take(self, draft: StateBundle, jobs: list[tuple[Any, ExportPart]]) -> StateBundle: ...
-    async def announce(self, bundle: StateBundle, session: str | None) -> None: ...
+    async def announce(self, bundle: StateBundle, tenant: str, session: str | None) -> bool: ...
     async def mirror(self, bundle: StateBundle) -> None: ...
 
 
@@ -124,8 +124,8 @@ class Exporter:
         self._counters.export_seconds += time.monotonic() - begin
         self._remember(request.request_id, position, bundle.lineage)
         try:
-            await self._tier.announce(bundle, request.session)
-            if self._state.mirror and request.session is not None:
+            pinned = await self._tier.announce(bundle, request.tenant, request.session)
+            if self._state.mirror and pinned:
                 await self._tier.mirror(bundle)
         except (EngineFailure, ray.exceptions.RayError) as error:
             self._fail(type(error).__name__, error)
@@ -147,7 +147,7 @@ class Exporter:
             lineage=lineage.at(position).hex(),
             position=position,
             fingerprint=self._fingerprint,
-            tenant=written.request.tenant,
+            tenant=written.request.tenant if position > lineage.shared else "",  # shared by all
             schema=self._state.schema,
             recurrent=(),
             segments=(),

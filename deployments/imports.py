@@ -13,8 +13,8 @@ from typing import Protocol
 
 import ray
 
+from cluster.bundle_index import Found
 from cluster.holder import Fetched
-from cluster.sessions import Found
 from deployments.bundle_stats import BundleCounters
 from deployments.exports import Shards
 from deployments.spec import EngineSpec, StateSpec

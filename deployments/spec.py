@@ -55,7 +55,7 @@ class StateSpec:
     ttl_s: float  # of bundles and records that nobody uses
     durable_url: str | None
     durable_endpoint_url: str | None
-    mirror: bool  # a second copy on another node, for every bundle of a session
+    mirror: bool  # a second copy on another node, for every bundle of a pinned session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

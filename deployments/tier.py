@@ -13,8 +13,10 @@ from typing import Any
 
 import ray
 
-from cluster.holder import Fetched, HolderStats, holder_name, node_holder
-from cluster.sessions import NAMESPACE, Found, session_store
+from cluster.bundle_index import Found
+from cluster.holder import Fetched, HolderStats
+from cluster.holder_actors import NAMESPACE, holder_name, node_holder
+from cluster.sessions import session_store
 from deployments.spec import StateSpec
 from engine.bundle import ExportPart, StateBundle
 from engine.errors import EngineFailure
@@ -55,25 +57,24 @@ class StateTier:
         """Has this node's holder pull a bundle from the shards. Raises StoreFull, TierDown; what the shards raise."""
         return await self._patiently(self._holders[self.local].take, draft, jobs)
 
-    async def announce(self, bundle: StateBundle, session: str | None) -> None:
-        """Lets others find a bundle that this node's holder has, and the session remember it. Raises TierDown."""
+    async def announce(self, bundle: StateBundle, tenant: str, session: str | None) -> bool:
+        """Lets others find a bundle that this node's holder has, and the session remember it. Whether that is pinned. Raises TierDown."""
+        if session is None:
+            await self._patiently(self._store.register, bundle, self.local)
+            return False
+        at = BundleAt(position=bundle.position, lineage=bundle.lineage)
+        pinned = await self._patiently(self._store.attach, tenant, session, at)
+        if pinned is None:  # deleted meanwhile: nothing of it stays
+            await self._patiently(self._holders[self.local].drop, bundle.lineage)
+            return False
         await self._patiently(self._store.register, bundle, self.local)
-        if session is not None:
-            at = BundleAt(position=bundle.position, lineage=bundle.lineage)
-            await self._patiently(self._store.attach, bundle.tenant, session, at)
+        return bool(pinned)
 
     async def mirror(self, bundle: StateBundle) -> None:
         """A copy on another node, if there is one. Raises TierDown, StoreFull."""
-        others = sorted(n["NodeID"] for n in ray.nodes() if n["Alive"] and n["NodeID"] != self._node)
-        if not others:
-            return
-        name = holder_name(others[hash_of(bundle.lineage) % len(others)])
-        if name not in self._holders:
-            self._holders[name] = self._make(name.removeprefix(holder_name("")))
-        fetched = await self._patiently(self._holders[self.local].fetch, bundle.lineage)
-        if fetched is not None:
-            await self._patiently(self._holders[name].mirror, fetched)
-            await self._patiently(self._store.register, bundle, name)
+        mirrored = await self._patiently(self._holders[self.local].mirror, bundle.lineage)
+        if mirrored is not None:
+            await self._patiently(self._store.register, *mirrored)
 
     async def find(self, anchors: list[str], tenant: str, session: str | None) -> list[Found]:
         """Bundles that may fit. Raises TierDown."""
@@ -133,8 +134,3 @@ class StateTier:
 
 async def _value(ref: Any) -> Any:
     return await ref
-
-
-def hash_of(lineage: str) -> int:
-    """Spreads bundles over nodes; a lineage is uniform already."""
-    return int(lineage[:8], 16)

@@ -23,6 +23,7 @@ class EngineConfig:
     checkpoint_interval: int = 8192  # tokens between interval checkpoints of a prefill
     checkpoint_decode_interval: int = 1024  # the same behind the known tokens: what a moved stream computes again at most
     block_size: int = BLOCK  # of lineages; smaller only where tests need short prompts
+    shared_prefixes: tuple[bytes, ...] = ()  # beginnings of prompts that all tenants share, as little-endian u32
     run_ahead: int = 1  # steps submitted beyond the one whose result is awaited: 0 or 1
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ A checkpoint costs a slot and, inside a chunk, one more piece of the KDA scan; i
 * the prompt's end, one token early: a state that has consumed the last token cannot give its logits (n choices, regenerate, next turn);
 * the prompt's end itself when it fills a page: the next turn resumes there and copies no page;
 * the boundaries that the renderer asks for: segments after them vanish from the next turn's prompt;
+* the end of a prefix that all tenants share;
 * the junction: a block boundary shared with a different prompt, at its second sighting (Marconi, MLSys 2025);
 * one an interval, so that a long prefill can be taken up again: evicted first.
 """
@@ -32,7 +33,7 @@ def marks(
 ) -> list[Mark]:
     """The marks in (start, stop] that the cache does not have, and the first interval after them; the next one to pass is last."""
     prompt_len = len(request.prompt)
-    wanted = {prompt_len - 1, junction, *(b for b in request.boundaries if b <= prompt_len)}
+    wanted = {prompt_len - 1, junction, lineage.shared, *(b for b in request.boundaries if b <= prompt_len)}
     if prompt_len % lineage.block_size == 0:
         wanted.add(prompt_len)
     found = [Mark((stop // interval + 1) * interval, True)]

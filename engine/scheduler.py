@@ -21,7 +21,7 @@ from engine.errors import InvalidRequest, InvariantBroken, K3Error, QueueFull
 from engine.fairness import ServedTokens
 from engine.flights import Flight, Flights, FlownRow
 from engine.generation import Generation, Status
-from engine.lineage import Lineage, root
+from engine.lineage import Lineage, lineage_of
 from engine.plan import GroupPlan, GroupResult, Output, RowResult, RowStep
 from engine.prefix import Match
 from engine.ranking import by_turn, gives_way_to_arrival, gives_way_to_row, row_within_reach
@@ -67,7 +67,8 @@ class Scheduler:
 
     def lineage(self, request: GenerateRequest) -> Lineage:
         """The request's tokens, hashed as this engine names them; the same for every group."""
-        return Lineage(root(self._fingerprint, request.tenant), self._config.block_size, request.prompt + request.generated)
+        ids, config = request.prompt + request.generated, self._config
+        return lineage_of(self._fingerprint, request.tenant, ids, block_size=config.block_size, prefixes=config.shared_prefixes)
 
     def add(self, request: GenerateRequest, lineage: Lineage | None = None, *, held: bool = False) -> TokenChunk | None:
         """Queues a request. Returns its last chunk at once when there is nothing left to generate. `held`: not before `release`.

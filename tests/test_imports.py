@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from cluster.bundle_index import Found
 from cluster.holder import Fetched
-from cluster.sessions import Found
 from deployments.bundle_stats import BundleCounters
 from deployments.exports import Exporter
 from deployments.imports import Importer
@@ -42,8 +43,8 @@ STATE = StateSpec(
 PROMPT = tuple(range(1, 42))
 
 
-def spec(**changes: Any) -> EngineSpec:
-    return engine_spec(shards=2, engine={"checkpoint_decode_interval": 8}, state=replace(STATE, **changes))
+def spec(engine: dict[str, Any], **changes: Any) -> EngineSpec:
+    return engine_spec(shards=2, engine={"checkpoint_decode_interval": 8, **engine}, state=replace(STATE, **changes))
 
 
 class Remote:
@@ -94,6 +95,8 @@ class ToyTier:
         self.exporting = asyncio.Semaphore(1000)
         self.shards: ToyShards | None = None
         self.parts: list[list[ExportPart]] = []
+        self.pinned: set[str] = set()
+        self.mirrored: list[str] = []
 
     async def take(self, draft: StateBundle, jobs: list[tuple[Any, ExportPart]]) -> StateBundle:
         await self.exporting.acquire()
@@ -113,13 +116,14 @@ class ToyTier:
         self.bundles[bundle.lineage] = Fetched(bundle, {name: [stored] for name in refs}, "store")
         return bundle
 
-    async def announce(self, bundle: StateBundle, session: str | None) -> None:
+    async def announce(self, bundle: StateBundle, tenant: str, session: str | None) -> bool:
         self.index.append(bundle)
         if session is not None:
             self.sessions.setdefault(session, []).append(BundleAt(position=bundle.position, lineage=bundle.lineage))
+        return session in self.pinned
 
     async def mirror(self, bundle: StateBundle) -> None:
-        raise AssertionError("not asked for")
+        self.mirrored.append(bundle.lineage)
 
     async def find(self, anchors: list[str], tenant: str, session: str | None) -> list[Found]:
         if self.find_error is not None:
@@ -137,8 +141,8 @@ class ToyTier:
 class Engine:
     """A loop over the toy model, with exports and imports."""
 
-    def __init__(self, tier: ToyTier, **changes: Any) -> None:
-        made = spec(**changes)
+    def __init__(self, tier: ToyTier, engine: dict[str, Any] | None = None, **changes: Any) -> None:
+        made = spec(engine or {}, **changes)
         executor = FakeExecutor(num_pages=128, num_slots=32, page_size=4)
         self.shards = ToyShards(executor.groups[0])
         self.counters = BundleCounters()
@@ -368,6 +372,29 @@ async def test_the_end_of_a_sessions_turn_is_always_kept() -> None:
     assert tier.bundles == {}
     await engine.run(ask(name="turn", max_tokens=6, session="s"))
     assert [at.position for at in tier.sessions["s"]] == [46]
+
+
+async def test_only_pinned_sessions_are_mirrored_and_only_where_that_is_on() -> None:
+    for mirror, pinned, expected in ((True, {"s"}, True), (True, set(), False), (False, {"s"}, False)):
+        tier = ToyTier()
+        tier.pinned = pinned
+        await Engine(tier, mirror=mirror).run(ask(session="s"))
+        assert bool(tier.mirrored) == expected
+        assert set(tier.mirrored) <= set(tier.bundles)
+
+
+async def test_the_end_of_a_shared_prefix_is_stored_for_everybody_and_what_is_behind_it_is_not() -> None:
+    tier = ToyTier()
+    shared = {"shared_prefixes": (np.asarray(PROMPT[:34], "<u4").tobytes(),)}
+    await Engine(tier, engine=shared).run(ask(tenant="a"))
+    assert {(b.position, b.tenant) for b in tier.index if b.position <= 40} == {(32, ""), (40, "a")}
+    other = Engine(tier, engine=shared)
+    _, last = await other.run(ask(tenant="b"))
+    assert last.usage is not None
+    assert (last.usage.cached_tokens, last.usage.resume_source) == (32, "store")
+    _, last = await Engine(tier).run(ask(tenant="c"))
+    assert last.usage is not None
+    assert last.usage.cached_tokens == 0, "nothing is shared where nothing was marked"
 
 
 async def test_a_moved_stream_finds_its_states_by_rule_when_nobody_knows_of_them() -> None:

@@ -15,7 +15,9 @@ import pytest
 import ray
 
 from cluster.holder import StateHolder
+from cluster.holder_actors import holder_name
 from cluster.sessions import SessionStore
+from cluster.sweep import Swept
 from engine.bundle import ExportPart, ObjectRef, Schema, StateBundle, digest
 from engine.errors import DurableError, SessionBusy, StoreFull, UnknownSession
 from engine.session import BundleAt, SessionRecord
@@ -188,10 +190,58 @@ async def test_a_holders_death_loses_what_is_not_durable(tmp_path: Path) -> None
 async def test_a_mirror_outlives_the_holder_it_copied() -> None:
     shard, first, second = Exporter.remote(), holder(), holder()
     await first.take.remote(draft("b1"), [(shard, p) for p in parts("b1", ("s0",))])
-    await second.mirror.remote(await first.fetch.remote("b1"))
+    await second.copy.remote(await first.fetch.remote("b1"))
     await kill(first)
     fetched = await second.fetch.remote("b1")
     assert {name: bytes(ray.get(ref)["x"][:2]) for name, [ref] in fetched.refs.items()} == {"b1.state": b"b1", "s0": b"s0"}
+
+
+async def test_a_holder_has_another_node_keep_a_mirror() -> None:
+    """This holder says that it is of a node `n`; the other node is the one that is there."""
+    first, lineage = holder(), "00ab"
+    await first.take.remote(draft(lineage), [(Exporter.remote(), p) for p in parts(lineage, ("s0",))])
+    assert await first.mirror.remote("ffff") is None
+    bundle, name = await first.mirror.remote(lineage)
+    second = ray.get_actor(name, namespace="serve")
+    try:
+        assert name == holder_name(ray.get_runtime_context().get_node_id())
+        assert (await first.stats.remote()).hits == 0, "nobody asked for it yet"
+        await kill(first)
+        fetched = await second.fetch.remote(lineage)
+        assert fetched.bundle == bundle
+        assert set(fetched.refs) == {f"{lineage}.state", "s0"}
+    finally:
+        ray.kill(second)
+
+
+async def test_a_deleted_sessions_states_go_and_those_that_a_fork_knows_stay(tmp_path: Path) -> None:
+    keeper = holder(name="k3-holder-deleting", durable=f"file://{tmp_path}")
+    store = ray.remote(SessionStore).options(num_cpus=0).remote(60.0, f"file://{tmp_path}")
+    shard = Exporter.remote()
+    try:
+        await store.begin.remote("t", "s", "i", 30.0)
+        for lineage, position in (("old", 10), ("own", 20)):
+            bundle = await keeper.take.remote(draft(lineage, position), [(shard, p) for p in parts(lineage, ("s0",))])
+            await store.register.remote(bundle, "k3-holder-deleting")
+            await store.attach.remote("t", "s", BundleAt(position=position, lineage=lineage))
+            if lineage == "old":
+                await store.fork.remote("t", "s", "fork")
+        await store.abandon.remote("t", "s", "i")
+        await keeper.flush.remote()
+        await store.delete.remote("t", "s")
+        await store.flush.remote()
+        assert await keeper.manifest.remote("own") is None
+        assert await keeper.fetch.remote("own") is None, "nor from the durable tier"
+        assert (await keeper.fetch.remote("old")).source == "store"
+        assert await store.where.remote(["own", "old"]) == {"old": ("k3-holder-deleting",)}
+        assert sorted(path.name for path in (tmp_path / "bundles").iterdir()) == ["old.json"]
+        for path in (tmp_path / "objects").iterdir():
+            os.utime(path, (0, 0))
+        assert await store.sweep.remote() == Swept(manifests=0, objects=1)
+        assert sorted(path.name for path in (tmp_path / "objects").iterdir()) == ["old.state.safetensors", "s0.safetensors"]
+    finally:
+        ray.kill(keeper)
+        ray.kill(store)
 
 
 @pytest.mark.parametrize("fault", ["flipped", "cut", "absent", "manifest"])

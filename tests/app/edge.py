@@ -64,6 +64,7 @@ class Edge:
     sessions: Sessions | None = None
     bundles: BundlePort | None = None
     files: SessionFiles | None = None
+    mirror: bool = False
     max_import_bytes: int = 1 << 20
 
     def __post_init__(self) -> None:
@@ -79,7 +80,7 @@ class Edge:
             prices=LIST_PRICES,
             sessions=self.sessions,
         )
-        self.desk = SessionDesk(self.sessions, self.bundles, self.files)
+        self.desk = SessionDesk(self.sessions, self.bundles, self.files, mirror=self.mirror)
         self.api = build_api(
             lambda: self.service,
             keys=ApiKeys(self.keys),

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from app.session_file import Arrays
+from engine.bundle import StateBundle
+from engine.session import BundleAt
 from tests.app.edge import Edge, reply, says
 from tests.app.sessions import check, messages, record, store, tokens
 from tests.app.test_sessions import ANSWER, turn, user
@@ -108,6 +111,47 @@ async def test_pinned_and_deleted() -> None:
         assert (await edge.http.get(ONE)).status_code == 404
         await turn(edge, user("hi"), session_mode="append")
     assert (await record(sessions, "s")).turns == 1
+
+
+class Mirrors:
+    """A bundle port that notes what it is to mirror."""
+
+    def __init__(self) -> None:
+        self.mirrored: list[str] = []
+
+    async def read(self, lineage: str) -> None:
+        return None
+
+    async def write(self, bundle: StateBundle, arrays: Arrays) -> None:
+        raise AssertionError("nothing is imported here")
+
+    async def mirror(self, lineage: str) -> None:
+        self.mirrored.append(lineage)
+
+
+@pytest.mark.parametrize(("mirror", "expected"), [(True, ["longest"]), (False, [])])
+async def test_a_pinned_session_is_mirrored_where_that_is_on(mirror: bool, expected: list[str]) -> None:
+    sessions, bundles = store(), Mirrors()
+    async with Edge(says(ANSWER), sessions=sessions, bundles=bundles, mirror=mirror) as edge:
+        await turn(edge, user("hi"))
+        await edge.post(f"{ONE}/pin", {})
+        assert bundles.mirrored == [], "there is no state yet"
+        assert await sessions.attach("", "s", BundleAt(position=9, lineage="longest")) is True, "later ones are mirrored by the replica"
+        await sessions.attach("", "s", BundleAt(position=7, lineage="shorter"))
+        await edge.post(f"{ONE}/pin", {"pinned": False})
+        await edge.post(f"{ONE}/pin", {})
+    assert bundles.mirrored == expected
+
+
+async def test_states_that_come_after_a_sessions_end_are_not_attached() -> None:
+    sessions = store()
+    async with Edge(says(ANSWER), sessions=sessions) as edge:
+        await turn(edge, user("hi"))
+        await edge.http.delete(ONE)
+        assert await sessions.attach("", "s", BundleAt(position=9, lineage="late")) is None
+        assert (await edge.http.get(ONE)).status_code == 404
+        await turn(edge, user("hi"))
+        assert await sessions.attach("", "s", BundleAt(position=9, lineage="new")) is False
 
 
 async def test_a_running_session_is_not_deleted() -> None:

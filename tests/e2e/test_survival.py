@@ -98,6 +98,31 @@ async def test_a_node_is_lost(three_nodes: Cluster, tmp_path: Path) -> None:
     assert (await report(chaos.engine)).bundles.imports.get("durable", 0) == 1
 
 
+async def test_a_pinned_sessions_states_have_a_mirror_on_another_node(three_nodes: Cluster) -> None:
+    """Without a durable tier: the node with the replica, its states and their holder goes between two turns."""
+    config = ServiceConfig.model_validate({**SETTINGS, "shard_num_cpus": 2, "mirror": True})
+    serve.start(proxy_location="Disabled")
+    serve._run(deployment(config), name="k3", route_prefix=None, _blocking=False)
+    first = three_nodes.add_node(num_cpus=5, object_store_memory=128 << 20)
+    handle, engine = serve.get_app_handle("k3"), serve.get_deployment_handle("engine", "k3")
+    await report(engine)
+    three_nodes.add_node(num_cpus=5, object_store_memory=128 << 20)
+    three_nodes.wait_for_nodes()
+    messages = [{"role": "user", "content": "Tell a long story. " * 20}]
+    said = await handle.chat.remote(messages, session_id="book", max_tokens=80, temperature=0)
+    for _ in range(100):
+        card = await handle.session.remote("book")
+        if card["position"] >= said["usage"]["total_tokens"] - 2:
+            break
+        await asyncio.sleep(0.1)
+    await handle.pin.remote("book", pinned=True)
+    three_nodes.remove_node(first, allow_graceful=False)
+    more = [{"role": "user", "content": "Go on."}]
+    again = await handle.chat.remote(more, session_id="book", session_mode="append", max_tokens=8, temperature=0)
+    assert again["usage"]["cached_tokens"] >= said["usage"]["total_tokens"] - 2
+    assert again["usage"]["resume_source"] == "store"
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with served(**SETTINGS, durable_url=f"file://{tmp_path_factory.mktemp('durable')}") as running:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from engine.config import EngineConfig
 from engine.plan import GroupPlan, GroupResult, Output
@@ -13,9 +14,9 @@ from tests.fake_executor import ZERO, FakeGroup, digest, logprob, toy_stream
 GREEDY = SamplingParams(temperature=0)
 
 
-def config(**changes: int | bool) -> EngineConfig:
+def config(**changes: Any) -> EngineConfig:
     """A small engine: pages and blocks of 4 tokens, room for many rows unless told otherwise."""
-    base: dict[str, int | bool] = {
+    base: dict[str, Any] = {
         "max_model_len": 256,
         "page_size": 4,
         "block_size": int(changes.get("page_size", 4)),
@@ -25,7 +26,7 @@ def config(**changes: int | bool) -> EngineConfig:
         "max_batched_tokens": 32,
         "checkpoint_interval": 64,
     }
-    return EngineConfig(**{**base, **changes})  # type: ignore[arg-type]
+    return EngineConfig(**{**base, **changes})
 
 
 def request(name: str, prompt: list[int] | range, max_tokens: int = 4, **fields: object) -> GenerateRequest:

@@ -6,7 +6,7 @@ from hashlib import sha256
 
 import pytest
 
-from engine.lineage import Lineage, root
+from engine.lineage import Lineage, lineage_of, root
 
 IDS = [1, 2, 163_839, 4, 5, 2**32 - 1, 7]
 
@@ -62,6 +62,27 @@ def test_positions_before_the_end_do_not_change_when_it_grows() -> None:
 )
 def test_fingerprint_and_tenant_separate(one: tuple[str, str], other: tuple[str, str]) -> None:
     assert Lineage(root(*one), 2, IDS).at(3) != Lineage(root(*other), 2, IDS).at(3)
+
+
+def test_a_shared_prefix_has_one_name_and_what_is_behind_it_has_not() -> None:
+    prefixes = (u32(*IDS[:5]), u32(9, 9, 9, 9))
+    a, b = (lineage_of("fp", tenant, IDS, block_size=2, prefixes=prefixes) for tenant in ("a", "b"))
+    assert a.shared == b.shared == 4, "full blocks of the longest prefix that fits"
+    assert [a.at(p) == b.at(p) for p in range(8)] == [True] * 5 + [False] * 3
+    assert a.at(0) == sha256((2).to_bytes(8, "little") + b"fp").digest()
+    assert a.at(5) == sha256(a.at(4) + root("fp", "a") + u32(IDS[4])).digest()
+    assert a.at(6) == sha256(a.at(4) + root("fp", "a") + u32(*IDS[4:6])).digest()
+    assert a.at(7) == sha256(a.at(6) + u32(IDS[6])).digest()
+    assert a.at(2) != lineage_of("fp", "a", IDS, block_size=2).at(2), (
+        "a tenant's own states are not given away when a prefix is marked later"
+    )
+
+
+@pytest.mark.parametrize("ids", [IDS[:3], [0, *IDS], []], ids=["too short", "other ids", "none"])
+def test_a_prompt_that_does_not_begin_with_a_shared_prefix_is_its_tenants(ids: list[int]) -> None:
+    made = lineage_of("fp", "a", ids, block_size=2, prefixes=(u32(*IDS[:4]),))
+    assert made.shared == 0
+    assert made.at(len(ids)) == lineage_of("fp", "a", ids, block_size=2).at(len(ids))
 
 
 def test_order_matters() -> None:

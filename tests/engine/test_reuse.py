@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from engine.types import SamplingParams
@@ -34,6 +35,18 @@ def test_the_same_prompt_again_computes_one_token() -> None:
     assert driver.plans[-4].rows[0].count == 1
     assert driver.shards.copied_slots == 2
     assert driver.shards.copied_pages == 0  # 20 is a boundary: nothing half written
+    driver.verify()
+
+
+def test_tenants_share_a_marked_prefix_and_nothing_else() -> None:
+    system = [*range(21)]
+    driver = Driver(config(shared_prefixes=(np.asarray(system, "<u4").tobytes(),)))
+    assert run_one(driver, "a", [*system, 500, 501, 502], tenant="a") == 0
+    assert run_one(driver, "b", [*system, 500, 501, 502], tenant="b") == 20, (
+        "the full blocks of the prefix; the same tokens behind it are not"
+    )
+    assert run_one(driver, "again", [*system, 500, 501, 502], tenant="a") == 23
+    assert driver.tokens("b") == toy_stream([*system, 500, 501, 502], 4, sampling=GREEDY)
     driver.verify()
 
 
