@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from app.openai import MAX_CHOICES, ChatRequest, CompletionRequest, Sampled, TokenizeRequest
@@ -61,6 +61,9 @@ class Caller:
     tenant: str = ""
     session: str | None = None
     history: HistoryPolicy | None = None  # instead of the operator's
+    seed: int = field(default_factory=lambda: secrets.randbits(63))  # of a request that names none, and of the ids of its tool calls
+    again: bytes | None = None  # the session's open request that this one repeats
+    after: int = 0  # tokens of the answer that were received before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +165,7 @@ def chat_job(
     first = GenerateRequest(
         request_id=caller.request_id,
         prompt=prompt.ids,
-        sampling=_sampling(request, model, logprobs=top),
+        sampling=_sampling(request, caller, model, logprobs=top),
         max_tokens=_budget(request.budget or limits.default_max_tokens, len(prompt.ids), model, "messages"),
         stop_token_ids=_stop_ids(request, model),
         tenant=caller.tenant,
@@ -232,7 +235,7 @@ def completion_job(
     )
     if len(prompts) * n > MAX_CHOICES:
         raise InvalidRequest(f"{len(prompts)} prompts with n={n} ask for {len(prompts) * n} choices, at most {MAX_CHOICES}", "n")
-    sampling = _sampling(request, model, logprobs=request.logprobs)
+    sampling = _sampling(request, caller, model, logprobs=request.logprobs)
     if request.echo and request.logprobs is not None:
         sampling = replace(sampling, prompt_logprobs=request.logprobs)
     requests: list[GenerateRequest] = []
@@ -265,8 +268,8 @@ def _choices(first: GenerateRequest, n: int) -> tuple[GenerateRequest, ...]:
     return tuple(replace(first, request_id=f"{unique}-{choice}", choice=choice) for choice in range(n))
 
 
-def _sampling(request: Sampled, model: ServedModel, *, logprobs: int | None) -> SamplingParams:
-    seed = request.seed if request.seed is not None else secrets.randbits(63)
+def _sampling(request: Sampled, caller: Caller, model: ServedModel, *, logprobs: int | None) -> SamplingParams:
+    seed = request.seed if request.seed is not None else caller.seed
     return SamplingParams(
         seed=seed % UINT64,
         temperature=_given(request.temperature, 1.0),

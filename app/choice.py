@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Literal, Protocol
 
 from app.stop_strings import StopStrings
@@ -64,8 +64,9 @@ class Choice(Protocol):
 class _Tokens:
     """Tokens that no piece has taken along yet."""
 
-    def __init__(self, index: int, stop_ids: Collection[int]) -> None:
+    def __init__(self, index: int, stop_ids: Collection[int], nonce: int = 0) -> None:
         self.index = index
+        self._nonce, self._calls = nonce, 0
         self._stop_ids = stop_ids
         self.count = 0
         self.ids: list[int] = []
@@ -95,9 +96,13 @@ class _Tokens:
             if not isinstance(delta, ToolCallEnd):
                 take = max(len(self.ids) - (len(takers) - 1), min(1, len(self.ids)))
                 takers.pop()
-            call_id = f"call_{secrets.token_hex(12)}" if isinstance(delta, ToolCallStart) else None
-            pieces.append(Piece(delta, *self.take(take), call_id))
+            pieces.append(Piece(delta, *self.take(take), self._call_id() if isinstance(delta, ToolCallStart) else None))
         return pieces
+
+    def _call_id(self) -> str:
+        """Unique, and the same when the request is run again: the client may have it already."""
+        self._calls += 1
+        return "call_" + sha256(f"{self._nonce} {self.index} {self._calls}".encode()).hexdigest()[:24]
 
     def take(self, count: int | None = None) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...]]:
         taken = tuple(self.ids[:count]), tuple(self.logprobs[:count])
@@ -109,9 +114,18 @@ class ChatChoice:
     """Parses channels and tool calls; stop strings look at the answer only, never at reasoning or arguments."""
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, *, stop_ids: Collection[int], stops: Sequence[str], thinking: bool, tools: bool
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        *,
+        stop_ids: Collection[int],
+        stops: Sequence[str],
+        thinking: bool,
+        tools: bool,
+        nonce: int,
     ) -> None:
-        self._tokens = _Tokens(index, stop_ids)
+        """`nonce`: the request's own random number; ids of tool calls come from it."""
+        self._tokens = _Tokens(index, stop_ids, nonce)
         self._parser = OutputParser(tokenizer, opened="think" if thinking else "response", tools=tools)
         self._stops = StopStrings(stops)
         self._thinking = thinking

@@ -27,6 +27,7 @@ from engine.errors import (
     EngineFailure,
     InvalidRequest,
     K3Error,
+    NoOpenAnswer,
     QueueFull,
     SessionBusy,
     SessionExists,
@@ -97,6 +98,8 @@ def describe(error: BaseException) -> Failure:
             return Failure(404, "invalid_request_error", str(error), "previous_response_id", "response_not_found")
         case UnknownSession():
             return Failure(404, "invalid_request_error", str(error), "session_id", "session_not_found")
+        case NoOpenAnswer():
+            return Failure(404, "invalid_request_error", str(error), "session_id", "no_open_answer")
         case SessionExists():
             return Failure(409, "conflict_error", str(error), "session_id", "session_exists")
         case SessionBusy():

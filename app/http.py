@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,13 @@ class Dialect:
     frame: Callable[[dict[str, Any]], bytes]
     error_frame: Callable[[Failure], bytes]
     done: bytes = b""  # ends a stream that went well
+
+    def batch(self, frames: Sequence[dict[str, Any]], place: int | None) -> bytes:
+        """Frames that leave together. `place`: how many tokens they end behind, as the SSE id of the last one."""
+        spelt = [self.frame(frame) for frame in frames]
+        if place is not None and spelt:
+            spelt[-1] = b"id: %d\n" % place + spelt[-1]
+        return b"".join(spelt)
 
 
 class Reply(Response):
@@ -77,7 +84,7 @@ class Reply(Response):
         while True:
             try:
                 frames = await anext(stream.frames, None)
-                data = self._dialect.done if frames is None else b"".join(map(self._dialect.frame, frames))
+                data = self._dialect.done if frames is None else self._dialect.batch(frames, stream.updates.place)
             except Exception as error:
                 frames, data = None, self._dialect.error_frame(describe(error))
             await _send_body(send, data, more=frames is not None)

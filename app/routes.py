@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 from app.adapter import Caller
 from app.answer import Answer, Stream
+from app.asked import read_place
 from app.auth import ApiKeys
 from app.errors import Failure, anthropic_error, describe, openai_error
 from app.http import Dialect, Reply, RequestIds, read_json
@@ -88,6 +89,19 @@ def build_api(
     post("/v1/messages/count_tokens", lambda service, body, caller: service.count_tokens(body), ANTHROPIC)
     post("/tokenize", lambda service, body, caller: service.tokenize(body))
     post("/detokenize", lambda service, body, caller: service.detokenize(body))
+    dialects = {"chat": OPENAI, "completions": OPENAI, "messages": ANTHROPIC}
+
+    async def again(request: Request) -> Response:
+        try:
+            tenant, session = known.tenant(request.headers), request.path_params["session"]
+            place = request.headers.get("last-event-id", request.query_params.get("after"))
+            caller = Caller(request_id=request.scope["request_id"], tenant=tenant, session=session, after=read_place(place))
+            asked, raw = await get_service().asked(tenant, session)
+        except Exception as error:
+            return _error(error, OPENAI)
+        return Reply(lambda: get_service().again(asked, raw, caller), dialects[asked.kind])
+
+    api.add_api_route("/v1/sessions/{session}/answer", again, methods=["GET"], response_class=Response, name="answer")
     get("/v1/models", lambda service, request: service.models())
     get("/v1/models/{name:path}", lambda service, request: service.model(request.path_params["name"]))
     if get_desk is not None:

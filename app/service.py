@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from app import anthropic, responses
 from app.adapter import Caller, ChatJob, Continuing, Limits, ServedModel, chat_job, completion_job, conversation, no_tokenizer
 from app.answer import Answer, Stream, Writer, start_stream
 from app.anthropic import CountRequest, MessagesRequest, Translation
 from app.anthropic_stream import MessageWriter, message_body
+from app.asked import Asked, when_free
+from app.beside import NODE_CHARS, beside_the_loop, chars, nodes
 from app.choice import ChatChoice, TextChoice
 from app.config import ServiceConfig
 from app.errors import UnknownModel
@@ -37,12 +38,6 @@ from chat.tokenizer import Tokenizer
 from chat.types import ChatError
 from engine.client import EngineClient
 from engine.errors import InvalidRequest
-
-T = TypeVar("T")
-
-# Prompts longer than this are rendered beside the event loop, which meanwhile goes on with everybody else's tokens.
-LONG_CHARS = 20_000
-NODE_CHARS = 200  # text that is rendered while a node of a schema is compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +113,7 @@ class Service:
         """/v1/chat/completions."""
         request = ChatRequest.model_validate(body)
         head = Head.new("chatcmpl", self.served(request.model))
-        begun = await self._turns.of_request(caller.tenant, caller.session, request.session_id, request.session_mode)
+        begun = await self._turns.of_request(caller, request.session_id, request.session_mode, Asked.of("chat", body, caller))
         run = await self.prepare(request, caller, begun, head.id)
         ids = run.job.prompt.ids
         if request.stream:
@@ -132,14 +127,14 @@ class Service:
         request = CompletionRequest.model_validate(body)
         model = self.served(request.model)
         head = Head.new("cmpl", model)
-        begun = await self._turns.of_request(caller.tenant, caller.session, request.session_id, request.session_mode, raw=True)
+        begun = await self._turns.of_request(caller, request.session_id, request.session_mode, Asked.of("completions", body, caller))
         async with _abandoning(begun):
             if begun is not None and len(request.prompts) > 1:
                 raise InvalidRequest("a session takes one prompt at a time", "prompt")
             known = begun.past.tokens() if begun is not None else ()
             prefix = known if begun is not None and begun.append else ()
             asking = _of_session(caller, begun)
-            job = await _beside_the_loop(
+            job = await beside_the_loop(
                 sum(map(len, request.prompts)),
                 lambda: completion_job(request, asking, self._model, self._limits, self._tokenizer, prefix),
             )
@@ -159,12 +154,24 @@ class Service:
                     for i, one in enumerate(job.requests)
                 ],
                 _recorder(begun, outcome, len(job.requests), meter, bill),
+                _after(caller, len(job.requests)),
             )
+            if begun is not None:
+                await begun.open()
         if request.stream:
             return await start_stream(updates, meter, bill, writer)
         async with aclosing(updates):
             transcripts = await read(updates, len(job.requests), meter)
         return Answer(writer.body(transcripts), bill.headers(meter.total(), final=True))
+
+    async def asked(self, tenant: str, session: str) -> tuple[Asked, bytes]:
+        """The request of a session whose answer is on its way, or was when the connection broke. Raises UnknownSession, NoOpenAnswer."""
+        return await self._turns.asked(tenant, session)
+
+    async def again(self, asked: Asked, raw: bytes, caller: Caller) -> Answer | Stream:
+        """Its answer, behind the first `caller.after` tokens. Raises SessionBusy while somebody else is reading it."""
+        ask = {"chat": self.chat, "completions": self.completions, "messages": self.messages}[asked.kind]
+        return await when_free(lambda: ask(asked.body, asked.caller(caller, raw)))
 
     # -- the other dialects --------------------------------------------------------------------------------------------
 
@@ -174,7 +181,7 @@ class Service:
         translation = anthropic.translate(asked)
         self.served(asked.model)
         message_id = f"msg_{secrets.token_hex(12)}"
-        begun = await self._turns.of_request(caller.tenant, caller.session, asked.session_id, asked.session_mode)
+        begun = await self._turns.of_request(caller, asked.session_id, asked.session_mode, Asked.of("messages", body, caller))
         run = await self._prepare_translated(translation, caller, begun, message_id)
         if asked.stream:
             return await self.stream(run, MessageWriter(message_id, run.model, run.meter, run.bill))
@@ -187,8 +194,8 @@ class Service:
         self.served(translation.request.model)
         tokenizer = self._need_tokenizer("count_tokens")
         try:
-            ids = await _beside_the_loop(
-                _chars(translation.request.messages), lambda: render(conversation(translation.request), tokenizer).ids
+            ids = await beside_the_loop(
+                chars(translation.request.messages), lambda: render(conversation(translation.request), tokenizer).ids
             )
         except ChatError as error:
             raise translation.blame(error) from None
@@ -199,7 +206,7 @@ class Service:
         asked = ResponsesRequest.model_validate(body)
         translation = responses.translate(asked)
         head = Head.new("resp", self.served(asked.model), "_")
-        begun = await self._turns.of_response(caller.tenant, caller.session, asked)
+        begun = await self._turns.of_response(caller, asked)
         conversation = None
         if begun is not None:
             head = replace(head, id=response_id(begun.turn.session))
@@ -230,9 +237,9 @@ class Service:
         tokenizer = self._need_tokenizer("/tokenize")
         if request.prompt is not None:
             text = request.prompt
-            ids = await _beside_the_loop(len(text), lambda: tokenizer.encode(text))
+            ids = await beside_the_loop(len(text), lambda: tokenizer.encode(text))
         else:
-            ids = list(await _beside_the_loop(_chars(request.messages or ()), lambda: render(conversation(request), tokenizer).ids))
+            ids = list(await beside_the_loop(chars(request.messages or ()), lambda: render(conversation(request), tokenizer).ids))
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": self._model.max_model_len, "tokens": ids}
         answer["token_strs"] = [tokenizer.decode([i]) for i in ids] if request.return_token_strs else None
         return Answer(answer)
@@ -275,10 +282,10 @@ class Service:
             tokenizer = self._need_tokenizer("chat")
             continuing = None if begun is None else Continuing(past=begun.past, append=begun.append, lead=lead)
             asking = _of_session(caller, begun)
-            size = _chars(request.messages) + (len(begun.past.record.messages) if begun is not None else 0)
-            size += NODE_CHARS * _nodes([request.tools, request.response_format])
+            size = chars(request.messages) + (len(begun.past.record.messages) if begun is not None else 0)
+            size += NODE_CHARS * nodes([request.tools, request.response_format])
             try:
-                job = await _beside_the_loop(size, lambda: chat_job(request, asking, self._model, self._limits, tokenizer, continuing))
+                job = await beside_the_loop(size, lambda: chat_job(request, asking, self._model, self._limits, tokenizer, continuing))
             except ChatError as error:
                 if isinstance(error, HistoryRejected):
                     self.histories["rejected"] += 1
@@ -286,7 +293,15 @@ class Service:
             work = [
                 (
                     one,
-                    ChatChoice(i, tokenizer, stop_ids=one.stop_token_ids, stops=job.stops, thinking=job.thinking, tools=job.tools),
+                    ChatChoice(
+                        i,
+                        tokenizer,
+                        stop_ids=one.stop_token_ids,
+                        stops=job.stops,
+                        thinking=job.thinking,
+                        tools=job.tools,
+                        nonce=caller.seed,
+                    ),
                 )
                 for i, one in enumerate(job.requests)
             ]
@@ -298,9 +313,11 @@ class Service:
             async def recorded(transcript: Transcript, past: Past) -> Outcome:
                 turned = job.turned
                 assert turned is not None, "a session's request"
-                return await _beside_the_loop(size, lambda: outcome(turned, transcript, answer_id, tokenizer, thought=job.thinking))
+                return await beside_the_loop(size, lambda: outcome(turned, transcript, answer_id, tokenizer, thought=job.thinking))
 
-            updates = Updates(self._engine, work, _recorder(begun, recorded, len(work), meter, bill))
+            updates = Updates(self._engine, work, _recorder(begun, recorded, len(work), meter, bill), _after(caller, len(work)))
+            if begun is not None:
+                await begun.open()
             return ChatRun(request, job, model, updates, meter, bill, tokenizer)
 
     async def collect(self, run: ChatRun) -> tuple[list[Transcript], dict[str, str]]:
@@ -347,6 +364,12 @@ def _of_session(caller: Caller, begun: Begun | None) -> Caller:
     return replace(caller, session=begun.turn.session if begun is not None else None)
 
 
+def _after(caller: Caller, choices: int) -> int:
+    if caller.after and choices > 1:
+        raise InvalidRequest("an answer with several choices can be had again from its beginning only", "after")
+    return caller.after
+
+
 def _bill(price: Price | None, begun: Begun | None, history: Verdict | None = None, *, repaired: bool = False) -> Bill:
     if begun is None:
         return Bill(price, history)
@@ -359,32 +382,3 @@ def _recorder(
     if begun is None:
         return None
     return Recorder(begun.turn, lambda transcript: outcome(transcript, begun.past), choices, meter, bill)
-
-
-async def _beside_the_loop(chars: int, work: Callable[[], T]) -> T:
-    return work() if chars < LONG_CHARS else await asyncio.to_thread(work)
-
-
-def _nodes(value: Any) -> int:
-    """How many values there are inside one another, however deep."""
-    found, waiting = 0, [value]
-    while waiting:
-        found += 1
-        one = waiting.pop()
-        if isinstance(one, dict):
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
-    return found
-
-
-def _chars(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Roughly how much text there is: strings and the texts of parts."""
-    total = 0
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, str):
-            total += len(content)
-        elif isinstance(content, list):
-            total += sum(len(part["text"]) for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
-    return total

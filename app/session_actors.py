@@ -56,6 +56,9 @@ class SessionActor:
         outcome = {"tokens": tokens, "messages": messages, "cost": cost, "ends": tuple(ends), "rendering": rendering}
         return await _patiently(self._store.finish, tenant, session, owner, **outcome)
 
+    async def remember(self, tenant: str, session: str, owner: str, asked: bytes) -> bool:
+        return await _patiently(self._store.remember, tenant, session, owner, asked)
+
     async def abandon(self, tenant: str, session: str, owner: str) -> None:
         await _patiently(self._store.abandon, tenant, session, owner)
 

@@ -130,7 +130,7 @@ class SessionDesk:
             raise SessionExists(f"session {name!r} exists already; delete it or choose another name")
         if bundle is not None and self._bundles is not None:
             await self._bundles.write(bundle, arrays)
-        imported = replace(record, session=name, parent=None, pinned=False, created=now, updated=now)
+        imported = replace(record, session=name, parent=None, pinned=False, created=now, updated=now, asked=b"")
         await store.create(imported)
         return card(imported)
 
@@ -157,6 +157,7 @@ def card(record: SessionRecord, *, sizes: bool = True) -> dict[str, Any]:
         "bundles": [{"position": at.position, "lineage": at.lineage} for at in record.bundles],
         "marks": {name: {"turn_of": end.response, "messages": end.messages, "tokens": end.tokens} for name, end in record.marks.items()},
         "pinned": record.pinned,
+        "open_answer": bool(record.asked),
         "parent": record.parent,
         "cost": record.cost,
         "created": record.created,

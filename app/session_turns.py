@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from app.adapter import Caller
+from app.asked import Asked, decode_asked
 from app.past import RAW, Past
 from app.responses import ResponsesRequest, conversation_name, session_of
-from app.turn import Sessions, Turn, session_name
-from engine.errors import InvalidRequest, SessionBusy, UnknownResponse, Unsupported
+from app.turn import Sessions, Turn, checked_name, session_name
+from engine.errors import InvalidRequest, NoOpenAnswer, SessionBusy, UnknownResponse, Unsupported
 from engine.session import SessionRecord, cut
 
 
@@ -20,6 +22,12 @@ class Begun:
     turn: Turn
     past: Past
     append: bool
+    asked: bytes = b""  # the request, to be had again; none of the Responses API, whose answers have names of their own
+
+    async def open(self) -> None:
+        """The request was checked and is about to run."""
+        if self.asked:
+            await self.turn.open(self.asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +36,31 @@ class SessionTurns:
 
     store: Sessions | None
 
-    async def of_request(self, tenant: str, header: str | None, field: str | None, mode: str | None, *, raw: bool = False) -> Begun | None:
-        """A request that names its session, or none. `raw`: of plain prompts. Raises InvalidRequest, SessionBusy, EngineFailure."""
-        session = session_name(header, field)
+    async def of_request(self, caller: Caller, field: str | None, mode: str | None, asked: Asked | None = None) -> Begun | None:
+        """A request that names its session, or none. Raises InvalidRequest, SessionBusy, EngineFailure; NoOpenAnswer when it repeats one
+        that has been answered meanwhile."""
+        session = session_name(caller.session, field)
         if session is None:
             if mode is not None:
                 raise InvalidRequest("session_mode needs a session: send session_id or the header x-session-id", "session_mode")
             return None
-        return await self._begin(tenant, session, append=mode == "append", raw=raw)
+        begun = await self._begin(caller.tenant, session, append=mode == "append", raw=asked is not None and asked.kind == "completions")
+        if caller.again is not None and begun.turn.record.asked != caller.again:
+            await begun.turn.abandon()
+            raise no_open_answer(session)
+        return begun if asked is None else replace(begun, asked=caller.again or asked.encode())
 
-    async def of_response(self, tenant: str, header: str | None, asked: ResponsesRequest) -> Begun | None:
+    async def asked(self, tenant: str, session: str) -> tuple[Asked, bytes]:
+        """The request of a session that has not been answered. Raises UnknownSession, NoOpenAnswer."""
+        record = await self._need_store("session_id").get(tenant, checked_name(session, "session_id"))
+        if not record.asked:
+            raise no_open_answer(session)
+        return decode_asked(record.asked), record.asked
+
+    async def of_response(self, caller: Caller, asked: ResponsesRequest) -> Begun | None:
         """A request of the Responses API; stored as a session of its own when it names none. Raises also UnknownSession."""
         conversation, previous = conversation_name(asked.conversation), asked.previous_response_id
-        named = session_name(header, asked.session_id)
+        tenant, named = caller.tenant, session_name(caller.session, asked.session_id)
         if previous is not None:
             if conversation is not None or named is not None:
                 raise InvalidRequest("previous_response_id names its session itself: leave the conversation out", "previous_response_id")
@@ -52,7 +72,7 @@ class SessionTurns:
                 raise InvalidRequest("the request names two different sessions", "conversation")
             return await self._begin(tenant, conversation, append=asked.session_mode != "full", param="conversation")
         if named is not None or asked.session_mode is not None or asked.store is False or self.store is None:
-            return await self.of_request(tenant, header, asked.session_id, asked.session_mode)
+            return await self.of_request(caller, asked.session_id, asked.session_mode)
         return await self._begin(tenant, _new_name(), append=False)
 
     async def _begin(self, tenant: str, session: str, *, append: bool, raw: bool = False, param: str = "session_id") -> Begun:
@@ -86,6 +106,10 @@ class SessionTurns:
         if self.store is None:
             raise Unsupported("this server keeps no sessions (state_store is off): send the whole conversation with each request", param)
         return self.store
+
+
+def no_open_answer(session: str) -> NoOpenAnswer:
+    return NoOpenAnswer(f"session {session!r} has no answer on its way: what was said is in GET /v1/sessions/{session}")
 
 
 def _check_kind(record: SessionRecord, *, raw: bool, append: bool) -> None:

@@ -41,6 +41,7 @@ class Sessions(Protocol):
         ends: Sequence[TurnEnd] = (),
         rendering: str = "",
     ) -> bool: ...
+    async def remember(self, tenant: str, session: str, owner: str, asked: bytes) -> bool: ...
     async def abandon(self, tenant: str, session: str, owner: str) -> None: ...
     async def get(self, tenant: str, session: str) -> SessionRecord: ...
     async def list(self, tenant: str, limit: int = 100) -> list[SessionRecord]: ...
@@ -66,6 +67,10 @@ class Turn:
         """Raises SessionBusy while another turn of the session runs."""
         owner = secrets.token_hex(12)
         return cls(store, tenant, session, owner, lease_s, await store.begin(tenant, session, owner, lease_s))
+
+    async def open(self, asked: bytes) -> None:
+        """The request was checked and is about to run: from here on its answer can be had again."""
+        await self._store.remember(*self._key, asked)
 
     async def finish(self, outcome: Outcome, cost: float) -> None:
         """Raises SessionBusy when the lease was lost: then another turn's outcome is the session's."""

@@ -5,21 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from app.choice import Choice, Update
 from app.turn import Recorder
 from engine.client import EngineClient
-from engine.types import GenerateRequest
+from engine.types import GenerateRequest, TokenChunk
 
 
 class Updates:
     """The updates of all choices of one API request, in the order they come. Must be closed, also when it was never read."""
 
-    def __init__(self, engine: EngineClient, work: Sequence[tuple[GenerateRequest, Choice]], recorder: Recorder | None = None) -> None:
-        streams = [_choice(engine, request, choice) for request, choice in work]
+    def __init__(
+        self, engine: EngineClient, work: Sequence[tuple[GenerateRequest, Choice]], recorder: Recorder | None = None, after: int = 0
+    ) -> None:
+        """`after`: tokens of the only choice whose text is left out, since it was received before."""
+        streams = [_choice(engine, request, choice, after) for request, choice in work]
         source = streams[0] if len(streams) == 1 else _interleaved(streams)
-        self._source = source if recorder is None else recorder.follow(source)
+        recorded = source if recorder is None else recorder.follow(source)
+        self._source = recorded if after == 0 else _behind(recorded, after)
         self._recorder = recorder
+        self.place: int | None = 0 if recorder is not None and len(work) == 1 else None  # tokens behind what was read last
         self._next: asyncio.Future[Update | None] | None = None
 
     async def ready(self, patience_s: float) -> Update | None:
@@ -41,9 +47,9 @@ class Updates:
             self._next = None
             if first is None:
                 return
-            yield first
+            yield self._read(first)
         async for update in self._source:
-            yield update
+            yield self._read(update)
 
     async def with_pauses(self, every_s: float) -> AsyncIterator[Update | None]:
         """Like iterating, with a None whenever nothing came for `every_s` seconds: the moment for a keep-alive."""
@@ -55,7 +61,12 @@ class Updates:
             self._next = None
             if update is None:
                 return
-            yield update
+            yield self._read(update)
+
+    def _read(self, update: Update) -> Update:
+        if self.place is not None:
+            self.place = update.completion_tokens
+        return update
 
     async def aclose(self) -> None:
         if self._next is not None:
@@ -72,13 +83,33 @@ async def _anext(source: AsyncGenerator[Update, None]) -> Update | None:
     return await anext(source, None)
 
 
-async def _choice(engine: EngineClient, request: GenerateRequest, choice: Choice) -> AsyncGenerator[Update, None]:
+async def _choice(engine: EngineClient, request: GenerateRequest, choice: Choice, cut: int) -> AsyncGenerator[Update, None]:
+    """`cut`: no update has tokens on both sides of it."""
     async with aclosing(engine.stream(request)) as chunks:
         async for chunk in chunks:
-            update = choice.push(chunk)
+            for part in _parts(chunk, cut):
+                update = choice.push(part)
+                yield update
+                if update.finish is not None:
+                    return
+            cut -= len(chunk.token_ids)
+
+
+def _parts(chunk: TokenChunk, at: int) -> list[TokenChunk]:
+    if not 0 < at < len(chunk.token_ids):
+        return [chunk]
+    first = replace(chunk, token_ids=chunk.token_ids[:at], logprobs=chunk.logprobs and chunk.logprobs[:at], finish=None)
+    rest = replace(chunk, token_ids=chunk.token_ids[at:], logprobs=chunk.logprobs and chunk.logprobs[at:], prompt_logprobs=None)
+    return [first, rest]
+
+
+async def _behind(source: AsyncGenerator[Update, None], after: int) -> AsyncGenerator[Update, None]:
+    async with aclosing(source):
+        async for update in source:
+            if update.completion_tokens <= after:
+                finish = update.finish and replace(update.finish, token_ids=(), logprobs=())
+                update = replace(update, pieces=(), finish=finish)
             yield update
-            if update.finish is not None:
-                return
 
 
 async def _interleaved(streams: Sequence[AsyncGenerator[Update, None]]) -> AsyncGenerator[Update, None]:

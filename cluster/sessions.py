@@ -132,8 +132,17 @@ class SessionStore:
         record = record or SessionRecord(tenant=tenant, session=session, created=time.time())
         turns, total = record.turns + 1, record.cost + cost
         record = replace(record, tokens=tokens, messages=messages, ends=tuple(ends), rendering=rendering)
-        record = replace(record, turns=turns, cost=total, ended_by=owner)
+        record = replace(record, turns=turns, cost=total, ended_by=owner, asked=b"")
         await self._save(replace(record, marks=marks_within(record), updated=time.time()))
+        return True
+
+    async def remember(self, tenant: str, session: str, owner: str, asked: bytes) -> bool:
+        """What the running turn was asked. False when the lease was lost."""
+        key = (tenant, session)
+        turn, record, now = self._turns.get(key), await self._load(key), time.time()
+        if turn is None or turn.owner != owner:
+            return False
+        await self._save(replace(record or SessionRecord(tenant=tenant, session=session, created=now, updated=now), asked=asked))
         return True
 
     async def attach(self, tenant: str, session: str, at: BundleAt) -> bool | None:
@@ -171,7 +180,7 @@ class SessionStore:
         """Newest first, without tokens and messages."""
         await self._ready.wait()
         mine = [r for (t, _), r in reversed(self._records.items()) if t == tenant]
-        return [replace(r, tokens=b"", messages=b"[]") for r in mine[:limit]]
+        return [replace(r, tokens=b"", messages=b"[]", asked=b"") for r in mine[:limit]]
 
     async def create(self, record: SessionRecord) -> None:
         """A new session with that content (import). Raises SessionExists when the name is taken."""
@@ -184,7 +193,7 @@ class SessionStore:
         """Another record that points at the same bundles: no state is copied. `mark` forks from the end of a marked turn."""
         source = await self.get(tenant, session)
         now = time.time()
-        forked = replace(source, session=new, parent=session, created=now, updated=now, marks={}, pinned=False, cost=0.0)
+        forked = replace(source, session=new, parent=session, created=now, updated=now, marks={}, pinned=False, cost=0.0, asked=b"")
         if mark is not None:
             if mark not in source.marks:
                 raise UnknownMark(f"session {session!r} has no mark {mark!r}; it has {sorted(source.marks) or 'none'}")

@@ -60,6 +60,10 @@ class UnknownResponse(UnknownSession):
     pass
 
 
+class NoOpenAnswer(K3Error):
+    pass
+
+
 class SessionBusy(K3Error):
     pass
 

@@ -38,6 +38,7 @@ class SessionRecord:
     marks: dict[str, TurnEnd] = field(default_factory=dict)
     pinned: bool = False
     turns: int = 0
+    asked: bytes = b""  # the request whose answer is on its way, or was when the connection broke; empty after the turn's end
     ended_by: str = ""  # owner of the turn that ended last
     parent: str | None = None  # session that this one was forked from
     created: float = 0.0  # seconds since the epoch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -118,10 +119,13 @@ class Edge:
         return self.engine.requests[-1]
 
 
+_ID = re.compile(r"^id: \d+\n")
+
+
 def read_sse(response: httpx.Response) -> list[dict[str, Any]]:
-    """Every event's data, after checking the framing: only `data: ` lines, `[DONE]` last."""
+    """Every event's data, after checking the framing: only `data: ` lines (and ids in sessions), `[DONE]` last."""
     assert response.headers["content-type"].startswith("text/event-stream")
-    events = response.text.split("\n\n")
+    events = [_ID.sub("", event) for event in response.text.split("\n\n")]
     assert events.pop() == ""
     assert all(event.startswith("data: ") and "\n" not in event for event in events)
     assert events.pop() == "data: [DONE]"

@@ -61,7 +61,7 @@ def end(updates: Sequence[Update]) -> Finish:
 
 
 def chat(**options: object) -> ChatChoice:
-    given = {"stop_ids": (), "stops": (), "thinking": True, "tools": True} | options
+    given = {"stop_ids": (), "stops": (), "thinking": True, "tools": True, "nonce": 0} | options
     return ChatChoice(0, T, **given)  # type: ignore[arg-type]
 
 

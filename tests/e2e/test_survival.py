@@ -104,22 +104,21 @@ async def test_a_pinned_sessions_states_have_a_mirror_on_another_node(three_node
     serve.start(proxy_location="Disabled")
     serve._run(deployment(config), name="k3", route_prefix=None, _blocking=False)
     first = three_nodes.add_node(num_cpus=5, object_store_memory=128 << 20)
-    handle, engine = serve.get_app_handle("k3"), serve.get_deployment_handle("engine", "k3")
-    await report(engine)
-    three_nodes.add_node(num_cpus=5, object_store_memory=128 << 20)
-    three_nodes.wait_for_nodes()
-    messages = [{"role": "user", "content": "Tell a long story. " * 20}]
-    said = await handle.chat.remote(messages, session_id="book", max_tokens=80, temperature=0)
+    handle = serve.get_app_handle("k3")
+    ask = {"messages": [{"role": "user", "content": "Tell a long story. " * 20}], "max_tokens": 80, "temperature": 0}
+    said = await handle.chat.remote(ask, session_id="book")
     for _ in range(100):
         card = await handle.session.remote("book")
         if card["position"] >= said["usage"]["total_tokens"] - 2:
             break
         await asyncio.sleep(0.1)
+    three_nodes.add_node(num_cpus=5, object_store_memory=128 << 20)
+    three_nodes.wait_for_nodes()
     await handle.pin.remote("book", pinned=True)
     three_nodes.remove_node(first, allow_graceful=False)
-    more = [{"role": "user", "content": "Go on."}]
-    again = await handle.chat.remote(more, session_id="book", session_mode="append", max_tokens=8, temperature=0)
-    assert again["usage"]["cached_tokens"] >= said["usage"]["total_tokens"] - 2
+    more = {**ask, "messages": [{"role": "user", "content": "Go on."}], "max_tokens": 8}
+    again = await handle.chat.remote(more, session_id="book", session_mode="append")
+    assert again["usage"]["cached_tokens"] >= said["usage"]["total_tokens"] - 2, (again["usage"], card, await handle.session.remote("book"))
     assert again["usage"]["resume_source"] == "store"
 
 
