@@ -27,7 +27,7 @@ from app.routes import build_api
 from app.service import Service
 from app.session_actors import HolderBundles, SessionActor
 from app.session_desk import SessionDesk
-from app.session_file import SessionFiles, read_export_key
+from app.session_file import SessionFiles, fitting, read_export_key
 from chat.tokenizer import Tokenizer
 from cluster.checkpoint import tokenizer_folder
 from deployments.client import RoutedEngineClient
@@ -53,7 +53,7 @@ class Ingress:
             SessionFiles(read_export_key(config.export_key), served.fingerprint, prefixes=served.shared_prefixes)
             if config.export_key
             else None,
-            mirror=config.mirror,
+            mirrored=(lambda record: fitting(record, served.fingerprint, prefixes=served.shared_prefixes)[:1]) if config.mirror else None,
         )
         words = tokenizer_folder(served.tokenizer_dir, config.model_endpoint_url) if served.tokenizer_dir else None
         self._service = Service.from_config(

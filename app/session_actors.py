@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from engine.bundle import StateBundle
 from engine.errors import EngineFailure, K3Error
 from engine.session import BundleAt, SessionRecord, TurnEnd
 
+logger = logging.getLogger("ray.serve")
 TRIES = 20  # of a call to an actor that is being restarted
 PAUSE_S = 0.25
 ANSWER_S = 10.0  # a store that does not answer within this is not there
@@ -121,7 +123,8 @@ class HolderBundles:
         for name in (await _patiently(self._store.where, [lineage])).get(lineage, ()):
             try:
                 mirrored = await _value(ray.get_actor(name, namespace=NAMESPACE).mirror.remote(lineage))
-            except (ray.exceptions.RayError, ValueError):
+            except (ray.exceptions.RayError, ValueError) as error:
+                logger.warning("%s made no mirror of %s: %s", name, lineage, error)
                 continue  # another holder may have it
             if mirrored is not None:
                 await _patiently(self._store.register, *mirrored)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from chat.types import Conversation
 from chat.validate import validate
 from engine.bundle import StateBundle
 from engine.errors import InvalidRequest, SessionExists, UnknownSession, Unsupported
-from engine.session import SessionRecord
+from engine.session import BundleAt, SessionRecord
 
 MAX_LISTED = 1000
 
@@ -51,16 +51,21 @@ class Pin(Wire):
 
 
 class SessionDesk:
-    """`sessions` None: this server keeps none. `files` None: no export_key, so nothing is exported or imported. `mirror`: pinned sessions
-    have a second copy of their states on another node."""
+    """`sessions` None: this server keeps none. `files` None: no export_key, so nothing is exported or imported. `mirrored`: which
+    bundles of a session that gets pinned are copied to another node; None copies none."""
 
     def __init__(
-        self, sessions: Sessions | None, bundles: BundlePort | None = None, files: SessionFiles | None = None, *, mirror: bool = False
+        self,
+        sessions: Sessions | None,
+        bundles: BundlePort | None = None,
+        files: SessionFiles | None = None,
+        *,
+        mirrored: Callable[[SessionRecord], Sequence[BundleAt]] | None = None,
     ) -> None:
         self._store = sessions
         self._bundles = bundles
         self._files = files
-        self._mirror = mirror
+        self._mirrored = mirrored
 
     async def list(self, tenant: str, limit: int = 100) -> dict[str, Any]:
         """Newest first, those that are in memory."""
@@ -96,8 +101,9 @@ class SessionDesk:
     async def pin(self, tenant: str, session: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """A pinned session does not expire. The state that its next turn goes on from is mirrored at once, later ones as they come."""
         record = await self._sessions.pin(tenant, session, Pin.model_validate(body).pinned)
-        if self._mirror and record.pinned and record.bundles and self._bundles is not None:
-            await self._bundles.mirror(record.bundles[0].lineage)
+        if self._mirrored is not None and record.pinned and self._bundles is not None:
+            for at in await asyncio.to_thread(self._mirrored, record):
+                await self._bundles.mirror(at.lineage)
         return card(record)
 
     async def delete(self, tenant: str, session: str) -> dict[str, Any]:

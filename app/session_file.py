@@ -39,6 +39,12 @@ class Manifest:
     sha256: dict[str, str]  # tensor → digest of its bytes
 
 
+def fitting(record: SessionRecord, fingerprint: str, *, block: int = BLOCK, prefixes: tuple[bytes, ...] = ()) -> list[BundleAt]:
+    """Those of the record's bundles that are states of its present tokens, longest first. `prefixes`: that all tenants share."""
+    lineage = lineage_of(fingerprint, record.tenant, unpack_tokens(record.tokens), block_size=block, prefixes=prefixes)
+    return [at for at in record.bundles if at.position <= len(lineage) and lineage.at(at.position).hex() == at.lineage]
+
+
 @dataclass(frozen=True, slots=True)
 class SessionFiles:
     """Writes and reads sessions of one model under one key."""
@@ -49,10 +55,7 @@ class SessionFiles:
     prefixes: tuple[bytes, ...] = ()  # that all tenants share
 
     def fitting(self, record: SessionRecord) -> list[BundleAt]:
-        """Those of the record's bundles that are states of its present tokens, longest first."""
-        ids = unpack_tokens(record.tokens)
-        lineage = lineage_of(self.fingerprint, record.tenant, ids, block_size=self.block, prefixes=self.prefixes)
-        return [at for at in record.bundles if at.position <= len(lineage) and lineage.at(at.position).hex() == at.lineage]
+        return fitting(record, self.fingerprint, block=self.block, prefixes=self.prefixes)
 
     def pack(self, record: SessionRecord, bundle: StateBundle | None, arrays: Arrays) -> bytes:
         at = () if bundle is None else (BundleAt(position=bundle.position, lineage=bundle.lineage),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -20,6 +20,7 @@ from app.session_desk import BundlePort, SessionDesk
 from app.session_file import SessionFiles
 from app.turn import Sessions
 from chat.tokenizer import Tokenizer
+from engine.session import BundleAt, SessionRecord
 from engine.types import GenerateRequest
 from tests.fakes import FakeEngineClient, Reply, toy
 
@@ -65,7 +66,7 @@ class Edge:
     sessions: Sessions | None = None
     bundles: BundlePort | None = None
     files: SessionFiles | None = None
-    mirror: bool = False
+    mirrored: Callable[[SessionRecord], Sequence[BundleAt]] | None = None
     max_import_bytes: int = 1 << 20
 
     def __post_init__(self) -> None:
@@ -81,7 +82,7 @@ class Edge:
             prices=LIST_PRICES,
             sessions=self.sessions,
         )
-        self.desk = SessionDesk(self.sessions, self.bundles, self.files, mirror=self.mirror)
+        self.desk = SessionDesk(self.sessions, self.bundles, self.files, mirrored=self.mirrored)
         self.api = build_api(
             lambda: self.service,
             keys=ApiKeys(self.keys),

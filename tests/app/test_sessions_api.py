@@ -130,9 +130,9 @@ class Mirrors:
 
 
 @pytest.mark.parametrize(("mirror", "expected"), [(True, ["longest"]), (False, [])])
-async def test_a_pinned_session_is_mirrored_where_that_is_on(mirror: bool, expected: list[str]) -> None:
+async def test_a_pinned_session_is_mirrored_where_that_is_on(*, mirror: bool, expected: list[str]) -> None:
     sessions, bundles = store(), Mirrors()
-    async with Edge(says(ANSWER), sessions=sessions, bundles=bundles, mirror=mirror) as edge:
+    async with Edge(says(ANSWER), sessions=sessions, bundles=bundles, mirrored=(lambda r: r.bundles[:1]) if mirror else None) as edge:
         await turn(edge, user("hi"))
         await edge.post(f"{ONE}/pin", {})
         assert bundles.mirrored == [], "there is no state yet"

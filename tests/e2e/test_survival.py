@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import ray
 from ray import serve
@@ -107,18 +110,16 @@ async def test_a_pinned_sessions_states_have_a_mirror_on_another_node(three_node
     handle = serve.get_app_handle("k3")
     ask = {"messages": [{"role": "user", "content": "Tell a long story. " * 20}], "max_tokens": 80, "temperature": 0}
     said = await handle.chat.remote(ask, session_id="book")
-    for _ in range(100):
-        card = await handle.session.remote("book")
-        if card["position"] >= said["usage"]["total_tokens"] - 2:
-            break
-        await asyncio.sleep(0.1)
+    async with asyncio.timeout(60):
+        while (await handle.session.remote("book"))["position"] < said["usage"]["prompt_tokens"] - 1:  # noqa: ASYNC110  # another process
+            await asyncio.sleep(0.1)
     three_nodes.add_node(num_cpus=5, object_store_memory=128 << 20)
     three_nodes.wait_for_nodes()
     await handle.pin.remote("book", pinned=True)
     three_nodes.remove_node(first, allow_graceful=False)
     more = {**ask, "messages": [{"role": "user", "content": "Go on."}], "max_tokens": 8}
     again = await handle.chat.remote(more, session_id="book", session_mode="append")
-    assert again["usage"]["cached_tokens"] >= said["usage"]["total_tokens"] - 2, (again["usage"], card, await handle.session.remote("book"))
+    assert again["usage"]["cached_tokens"] >= said["usage"]["prompt_tokens"] - 1
     assert again["usage"]["resume_source"] == "store"
 
 
@@ -145,6 +146,43 @@ async def test_three_kinds_of_kill(server: Server) -> None:
     assert outcome.kills == {SHARD: 1, REPLICA: 1, STORE: 1}
     assert outcome.counters["imports"] >= 1, "streams went on from stored states, not from the beginning"
     assert outcome.counters["recoveries"] >= 1 or outcome.counters["shards_replaced"] == 0
+
+
+async def test_a_reader_whose_ingress_died_gets_the_rest_of_the_answer(server: Server) -> None:
+    """Sampled without a seed: what was drawn for the first attempt is kept with the session."""
+    body = {"messages": [{"role": "user", "content": "A story. " * 20}], "max_tokens": 150, "stream": True, "session_id": "torn"}
+    chaos = Chaos("k3", [], seed=1)
+    text, place = "", 0
+    with suppress(httpx.HTTPError):
+        async with httpx.AsyncClient(timeout=60) as http, http.stream("POST", f"{server.url}/v1/chat/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                text, place = read_line(line, text, place)
+                if place == 60:
+                    await chaos.kill_actors("SERVE_REPLICA::k3#ingress#")
+    assert 60 <= place < 150, "it broke off"
+    received, rest = text, ""
+    async with httpx.AsyncClient(timeout=120) as http:
+        for _ in range(60):
+            response = await http.get(f"{server.url}/v1/sessions/torn/answer", headers={"last-event-id": str(place)})
+            if response.status_code == 200:
+                break
+            await asyncio.sleep(1)  # Serve starts another ingress
+        for line in response.text.splitlines():
+            rest, place = read_line(line, rest, place)
+        session = (await http.get(f"{server.url}/v1/sessions/torn")).json()
+    assert place == 150
+    assert received + rest == session["messages"][-1]["reasoning_content"] + session["messages"][-1]["content"]
+    assert (session["turns"], session["open_answer"]) == (1, False)
+
+
+def read_line(line: str, text: str, place: int) -> tuple[str, int]:
+    """A line of a chat stream added to what was read before it."""
+    if line.startswith("id: "):
+        return text, int(line[4:])
+    if line.startswith("data: {"):
+        for choice in json.loads(line[6:])["choices"]:
+            text += (choice["delta"].get("reasoning_content") or "") + (choice["delta"].get("content") or "")
+    return text, place
 
 
 async def test_a_dead_holders_states_come_from_the_durable_tier(server: Server) -> None:
