@@ -154,7 +154,7 @@ class Service:
                     for i, one in enumerate(job.requests)
                 ],
                 _recorder(begun, outcome, len(job.requests), meter, bill),
-                _after(caller, len(job.requests)),
+                _after(caller, begun, len(job.requests)),
             )
             if begun is not None:
                 await begun.open()
@@ -315,7 +315,7 @@ class Service:
                 assert turned is not None, "a session's request"
                 return await beside_the_loop(size, lambda: outcome(turned, transcript, answer_id, tokenizer, thought=job.thinking))
 
-            updates = Updates(self._engine, work, _recorder(begun, recorded, len(work), meter, bill), _after(caller, len(work)))
+            updates = Updates(self._engine, work, _recorder(begun, recorded, len(work), meter, bill), _after(caller, begun, len(work)))
             if begun is not None:
                 await begun.open()
             return ChatRun(request, job, model, updates, meter, bill, tokenizer)
@@ -364,10 +364,11 @@ def _of_session(caller: Caller, begun: Begun | None) -> Caller:
     return replace(caller, session=begun.turn.session if begun is not None else None)
 
 
-def _after(caller: Caller, choices: int) -> int:
+def _after(caller: Caller, begun: Begun | None, choices: int) -> int | None:
+    """The place behind which an answer goes on; None: it cannot be had again from a place."""
     if caller.after and choices > 1:
         raise InvalidRequest("an answer with several choices can be had again from its beginning only", "after")
-    return caller.after
+    return caller.after if begun is not None and begun.asked and choices == 1 else None
 
 
 def _bill(price: Price | None, begun: Begun | None, history: Verdict | None = None, *, repaired: bool = False) -> Bill:

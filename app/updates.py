@@ -17,15 +17,19 @@ class Updates:
     """The updates of all choices of one API request, in the order they come. Must be closed, also when it was never read."""
 
     def __init__(
-        self, engine: EngineClient, work: Sequence[tuple[GenerateRequest, Choice]], recorder: Recorder | None = None, after: int = 0
+        self,
+        engine: EngineClient,
+        work: Sequence[tuple[GenerateRequest, Choice]],
+        recorder: Recorder | None = None,
+        after: int | None = None,
     ) -> None:
-        """`after`: tokens of the only choice whose text is left out, since it was received before."""
-        streams = [_choice(engine, request, choice, after) for request, choice in work]
+        """`after`: places in the only choice are told, and the text of so many tokens is left out, since it was received before."""
+        streams = [_choice(engine, request, choice, after or 0) for request, choice in work]
         source = streams[0] if len(streams) == 1 else _interleaved(streams)
         recorded = source if recorder is None else recorder.follow(source)
-        self._source = recorded if after == 0 else _behind(recorded, after)
+        self._source = _behind(recorded, after) if after else recorded
         self._recorder = recorder
-        self.place: int | None = 0 if recorder is not None and len(work) == 1 else None  # tokens behind what was read last
+        self.place = after  # tokens that what was read last ends behind
         self._next: asyncio.Future[Update | None] | None = None
 
     async def ready(self, patience_s: float) -> Update | None:
@@ -65,7 +69,7 @@ class Updates:
 
     def _read(self, update: Update) -> Update:
         if self.place is not None:
-            self.place = update.completion_tokens
+            self.place = max(self.place, update.completion_tokens)
         return update
 
     async def aclose(self) -> None:

@@ -26,7 +26,7 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     assert response.headers["content-type"].startswith("text/event-stream")
     found = []
     for event in response.text.strip().split("\n\n"):
-        name, data = event.split("\n")
+        name, data = event.split("\n")[-2:]  # in sessions an id comes first
         found.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {found[-1]['type']}"
     return found
