@@ -147,10 +147,10 @@ def test_without_golden_tokens_it_says_that_none_were_checked(model: Path) -> No
 
 
 def test_a_cluster_that_is_dead_is_told_within_its_time(model: Path) -> None:
-    found = told(k3(f"model={model}", "--address", "127.0.0.1:9", "--timeout", "6", "--json"))
+    found = told(k3(f"model={model}", "--address", "127.0.0.1:9", "--timeout", "10", "--json"))
     assert "127.0.0.1:9" in found["ray"][0]["what"]
     assert found["ray"][0]["status"] == "fail"
-    assert found["links"][0]["status"] == "fail"
+    assert {"files", "links", "golden"}.isdisjoint(found), "nobody is there to be looked at"
 
 
 @pytest.mark.parametrize(
