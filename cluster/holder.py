@@ -25,6 +25,7 @@ from engine.bundle import ExportPart, ObjectRef, RecurrentPart, Segment, StateBu
 from engine.errors import DurableError, StoreFull
 from engine.session import SessionRecord
 
+RETRY_S = 15.0  # between attempts to write what the durable tier did not take
 WRITES = 2  # bundles written to the durable tier at a time
 RECORDS = 100_000  # copies of session records kept for the store
 
@@ -79,7 +80,15 @@ class HolderStats:
 class StateHolder:
     """One per node, detached. Methods are coroutines: object-store and disk work runs in threads, so a slow tier never blocks a lookup."""
 
-    def __init__(self, node: str, budget_bytes: int, ttl_s: float, durable_url: str | None = None, endpoint_url: str | None = None) -> None:
+    def __init__(
+        self,
+        node: str,
+        budget_bytes: int,
+        ttl_s: float,
+        durable_url: str | None = None,
+        endpoint_url: str | None = None,
+        retry_s: float = RETRY_S,
+    ) -> None:
         self._node = node
         self._settings: dict[str, Any] = {"ttl_s": ttl_s, "durable_url": durable_url, "endpoint_url": endpoint_url}
         self._budget = budget_bytes
@@ -95,6 +104,9 @@ class StateHolder:
         self._count: Counter[str] = Counter()
         self._writing: set[asyncio.Task[None]] = set()
         self._write_slots = asyncio.Semaphore(WRITES)
+        self._unwritten: set[str] = set()  # lineages
+        self._retry_s = retry_s
+        self._retrying: asyncio.Task[None] | None = None
 
     # -- bundles come --------------------------------------------------------------------------------------------------
 
@@ -309,9 +321,19 @@ class StateHolder:
                 await asyncio.to_thread(self._blobs.put, manifest_key(bundle.lineage), encode_bundle(bundle))
             except (DurableError, ray.exceptions.RayError):
                 self._count["durable_failures"] += 1
+                self._unwritten.add(bundle.lineage)
+                if self._retrying is None or self._retrying.done():
+                    self._retrying = asyncio.create_task(self._write_again())
                 return
         if (entry := self._entries.get(bundle.lineage)) is not None:
             entry.durable = True
+
+    async def _write_again(self) -> None:
+        """What the durable tier did not take, until it does or the bundle is gone."""
+        while self._unwritten:
+            await asyncio.sleep(self._retry_s)
+            again, self._unwritten = self._unwritten, set()
+            await asyncio.gather(*(self._write(entry.bundle) for name in again if (entry := self._entries.get(name)) is not None))
 
     def _publish(self, bundle: StateBundle) -> None:
         self._enter(bundle)

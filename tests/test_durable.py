@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import boto3
@@ -13,6 +13,7 @@ from moto.server import ThreadedMotoServer
 from cluster.durable import Blobs, DiskBlobs, S3Blobs, open_blobs, pack, unpack
 from engine.bundle import digest
 from engine.errors import ConfigError, DurableError
+from tests.cluster.s3 import BUCKET, Fault, Proxy, Request, Store, running_store
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,62 @@ def test_an_s3_server_that_is_down() -> None:
     blobs = S3Blobs("sessions", "", "http://127.0.0.1:9")
     with pytest.raises(DurableError, match="s3://sessions/objects/a: put failed"):
         blobs.put("objects/a", b"x")
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Store]:
+    with running_store() as running:
+        yield running
+
+
+@pytest.fixture
+def faulty(store: Store, tmp_path: Path) -> Iterator[tuple[Proxy, S3Blobs]]:
+    """An S3 server behind a proxy that misbehaves when told to."""
+    yield store.proxy, S3Blobs(BUCKET, tmp_path.name, store.proxy.url)
+    store.proxy.fault = lambda _: None
+
+
+def times(count: int, fault: Fault) -> Callable[[Request], Fault | None]:
+    """That fault for the next requests, then none."""
+    left = iter([fault] * count)
+    return lambda _: next(left, None)
+
+
+@pytest.mark.parametrize("status", [500, 502, 503])
+def test_two_failures_are_retried(faulty: tuple[Proxy, S3Blobs], status: int) -> None:
+    proxy, blobs = faulty
+    proxy.fault = times(2, Fault(status=status))
+    blobs.put("objects/a", b"one")
+    proxy.fault = times(2, Fault(status=status))
+    assert blobs.get("objects/a") == b"one"
+
+
+@pytest.mark.parametrize("status", [500, 403])
+def test_a_server_that_goes_on_failing_is_an_error_and_nothing_is_there(faulty: tuple[Proxy, S3Blobs], status: int) -> None:
+    proxy, blobs = faulty
+    proxy.fault = lambda _: Fault(status=status)
+    for call in (lambda: blobs.put("objects/a", b"one"), lambda: blobs.get("objects/a"), lambda: list(blobs.entries("objects"))):
+        with pytest.raises(DurableError, match=f"s3://{BUCKET}/"):
+            call()
+    proxy.fault = lambda _: None
+    assert blobs.get("objects/a") is None
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_body_that_ends_early_is_an_error(faulty: tuple[Proxy, S3Blobs], *, reset: bool) -> None:
+    proxy, blobs = faulty
+    blobs.put("objects/a", bytes(200_000))
+    proxy.fault = lambda _: Fault(after=100_000, reset=reset)
+    with pytest.raises(DurableError, match="cut short"):
+        blobs.get("objects/a")
+
+
+def test_a_slow_server_is_waited_for(faulty: tuple[Proxy, S3Blobs]) -> None:
+    proxy, blobs = faulty
+    data = bytes(range(256)) * 40
+    blobs.put("objects/a", data)
+    proxy.fault = lambda _: Fault(drip=(1024, 0.02))
+    assert blobs.get("objects/a") == data
 
 
 def test_a_bucket_that_is_absent(s3: str) -> None:

@@ -21,6 +21,7 @@ from cluster.sweep import Swept
 from engine.bundle import ExportPart, ObjectRef, Schema, StateBundle, digest
 from engine.errors import DurableError, SessionBusy, StoreFull, UnknownSession
 from engine.session import BundleAt, SessionRecord
+from tests.cluster.s3 import BUCKET, Fault, running_store
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 SCHEMA = Schema(kda_layers=1, heads=2, head_dim=4, conv_taps=4, mla_layers=1, latent_dim=8, state_dtype="float32", cache_dtype="float32")
@@ -69,6 +70,9 @@ def parts(lineage: str, segments: tuple[str, ...] = ()) -> list[ExportPart]:
 class Probe:
     def pid(self) -> int:
         return os.getpid()
+
+
+KEYS = {"env_vars": {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}}
 
 
 class Pidded(StateHolder):
@@ -242,6 +246,39 @@ async def test_a_deleted_sessions_states_go_and_those_that_a_fork_knows_stay(tmp
     finally:
         ray.kill(keeper)
         ray.kill(store)
+
+
+async def test_what_a_failing_store_did_not_take_is_written_when_it_is_back() -> None:
+    with running_store() as store:
+        store.proxy.fault = lambda _: Fault(status=500)
+        keeper = (
+            ray.remote(Pidded)
+            .options(num_cpus=0, runtime_env=KEYS)
+            .remote("n", 64 * KIB, 60.0, f"s3://{BUCKET}/states", store.proxy.url, 0.2)
+        )
+        await keeper.take.remote(draft("b1"), [(Exporter.remote(), p) for p in parts("b1", ("s0",))])
+        await keeper.flush.remote()
+        stats = await keeper.stats.remote()
+        assert (stats.not_durable, stats.durable_failures >= 1) == (1, True)
+        assert (await keeper.fetch.remote("b1")).source == "store", "memory has it all the while"
+        store.proxy.fault = lambda _: None
+        for _ in range(200):
+            if (await keeper.stats.remote()).not_durable == 0:
+                break
+            await asyncio.sleep(0.1)
+        again = (
+            ray.remote(StateHolder)
+            .options(num_cpus=0, runtime_env=KEYS)
+            .remote("m", 64 * KIB, 60.0, f"s3://{BUCKET}/states", store.proxy.url)
+        )
+        store.proxy.fault = lambda request: Fault(after=200) if "objects" in request.path else None
+        with pytest.raises(DurableError, match="cut short"):
+            await again.fetch.remote("b1")
+        store.proxy.fault = lambda request: Fault(drip=(256, 0.01)) if "objects" in request.path else None
+        fetched = await again.fetch.remote("b1")
+        assert (fetched.source, set(fetched.refs)) == ("durable", {"b1.state", "s0"})
+    ray.kill(keeper)
+    ray.kill(again)
 
 
 @pytest.mark.parametrize("fault", ["flipped", "cut", "absent", "manifest"])

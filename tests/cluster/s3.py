@@ -73,7 +73,7 @@ class Proxy:
             def do_GET(self) -> None:
                 proxy._answer(self, upstream)
 
-            do_HEAD = do_GET
+            do_HEAD = do_PUT = do_DELETE = do_GET
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
@@ -97,6 +97,7 @@ class Proxy:
         start, stop = (int(found[1]), int(found[2]) + 1) if found else (0, 0)
         request = Request(client.command, client.path.partition("?")[0], start, stop)
         self.log.requests.append(request)
+        sent = client.rfile.read(int(client.headers.get("Content-Length", 0)))
         fault = self.fault(request) or Fault()
         if fault.status is not None:
             client.send_response(fault.status)
@@ -104,7 +105,7 @@ class Proxy:
             client.end_headers()
             return
         connection = http.client.HTTPConnection(*upstream)
-        connection.request(client.command, client.path, headers=dict(client.headers))
+        connection.request(client.command, client.path, sent or None, dict(client.headers))
         answer = connection.getresponse()
         body = answer.read()
         connection.close()
