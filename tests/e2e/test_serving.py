@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -11,7 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from typer.testing import CliRunner
 
+from app.cli import cli
 from app.default_model import ensure_default_model
 from tests.compare import Reference, assert_same_tokens
 from tests.e2e.serving import Server, served
@@ -185,6 +188,14 @@ def test_usage_is_the_sum_of_metrics(server: Server) -> None:
     assert after["k3_tokens_cached_total"] - before["k3_tokens_cached_total"] == totals["cached"]
     assert after["k3_tokens_generated_total"] - before["k3_tokens_generated_total"] == totals["completion"]
     assert after["k3_tokens_prefilled_total"] - before["k3_tokens_prefilled_total"] == totals["prompt"] - totals["cached"]
+
+
+def test_the_doctor_finds_a_running_server_well(server: Server) -> None:
+    """The golden tokens of the embedded model, asked over HTTP."""
+    words = ["doctor", "--url", f"{server.url}/v1", "--address", "local", "--skip", "links", "--json"]
+    result = CliRunner().invoke(cli, words, catch_exceptions=False)
+    found = {finding["check"]: finding["status"] for finding in map(json.loads, result.stdout.splitlines())}
+    assert (found["server"], found["golden"], result.exit_code) == ("ok", "ok", 0), result.stdout
 
 
 @pytest.mark.parametrize(
