@@ -52,7 +52,7 @@ class NodePlan:
         return max((r.nbytes for r in self.ranges), default=0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Need:
     """Consecutive bytes that a shard needs of one tensor: whole rows."""
 

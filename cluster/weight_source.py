@@ -158,9 +158,7 @@ class S3Source:
         with self._lock:
             if file in self._stats:
                 return self._stats[file]
-        answer = self._persist(
-            file, lambda: self._client.head_object(Bucket=self._bucket, Key=self._key(file)), absent=("404", "NoSuchKey")
-        )
+        answer = self._persist(file, lambda: self._client.head_object(Bucket=self._bucket, Key=self._key(file)))
         found = StoredFile(file, answer["ContentLength"], answer["ETag"]) if answer is not None else None
         with self._lock:
             return self._stats.setdefault(file, found)
@@ -187,7 +185,7 @@ class S3Source:
 
     def _body(self, file: StoredFile, start: int, buffer: memoryview, arrived: Callable[[int], None]) -> tuple[int, Exception | None]:
         """One request: how many bytes came, and what ended it early."""
-        from botocore.exceptions import ClientError, HTTPClientError
+        from botocore.exceptions import ClientError, ConnectionError, HTTPClientError
 
         count = 0
         try:
@@ -210,26 +208,26 @@ class S3Source:
             return count, None
         except ClientError as error:
             return count, self._bearable(file.name, error)
-        except (HTTPClientError, OSError) as error:
+        except (HTTPClientError, ConnectionError, OSError) as error:
             return count, error
         except Exception as error:
             if not _broken_body(error):
                 raise self._refused(file.name, error) from error
             return count, error
 
-    def _persist(self, file: str, ask: Callable[[], Any], absent: tuple[str, ...]) -> Any:
-        """The answer of a request that has no body; None for an error code of `absent`."""
-        from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+    def _persist(self, file: str, ask: Callable[[], Any]) -> Any:
+        """The answer of a request that has no body; None when there is no such object."""
+        from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError
 
         patience = _Patience(self._patience_s)
         while True:
             try:
                 return ask()
             except ClientError as error:
-                if _code(error) in absent:
+                if _code(error) in ("404", "NoSuchKey"):
                     return None
                 fault: Exception = self._bearable(file, error)
-            except HTTPClientError as error:
+            except (HTTPClientError, ConnectionError) as error:
                 fault = error
             except BotoCoreError as error:
                 raise self._refused(file, error) from error

@@ -9,7 +9,7 @@ from typing import Protocol
 from model.weights import TensorSlice
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fill:
     """Rows of one tensor inside a block. A row is a tensor's entry along dim 0; of a padded tensor one value."""
 

@@ -74,7 +74,7 @@ class TensorSpec:
         return -(-n // A_LOG_PADDING) * A_LOG_PADDING if self.padded else n
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: there are 650,000 of them for 64 shards of the released model
 class TensorSlice:
     """What one process takes from one tensor: [start, stop) along `dim` (all of it when None), into `parameter`.
 
@@ -195,7 +195,7 @@ def component_bytes(c: ModelConfig) -> Counter[str]:
 
 def canonical_name(name: str) -> str:
     """The released name of a text tensor; some writers drop the inner `model.`."""
-    if name.startswith("language_model.") and not name.startswith((PREFIX, HEAD)):
+    if not name.startswith((PREFIX, HEAD)) and name.startswith("language_model."):
         return PREFIX + name.removeprefix("language_model.")
     return name
 
@@ -268,7 +268,7 @@ def _slices(specs: Iterable[TensorSpec], shard: Shard, first: int, expert: int |
             padded=spec.padded,
             number=number,
         )
-        filled[spec.parameter] += piece.local_shape[0]
+        filled[spec.parameter] += stop - start if spec.dim in (0, None) else spec.shape[0]
         yield piece
 
 

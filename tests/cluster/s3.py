@@ -36,6 +36,7 @@ class Fault:
     """What happens to an answer: another status, or its body ended after `after` bytes, by a reset if asked, or slowed down."""
 
     status: int | None = None
+    body: bytes = b""  # of that status
     after: int | None = None
     reset: bool = False
     drip: tuple[int, float] | None = None  # bytes, and seconds before each
@@ -101,8 +102,9 @@ class Proxy:
         fault = self.fault(request) or Fault()
         if fault.status is not None:
             client.send_response(fault.status)
-            client.send_header("Content-Length", "0")
+            client.send_header("Content-Length", str(len(fault.body)))
             client.end_headers()
+            client.wfile.write(fault.body if client.command == "GET" else b"")
             return
         connection = http.client.HTTPConnection(*upstream)
         connection.request(client.command, client.path, sent or None, dict(client.headers))
