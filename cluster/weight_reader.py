@@ -16,7 +16,6 @@ from cluster.weight_plan import plan_node
 from model.feed import Arrived, Block
 
 POLL_S = 0.005  # between questions for a block that another shard reads
-BLOCK_BYTES = 32 << 20  # the most that one request asks for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +25,12 @@ class LoadSettings:
     buffer_bytes: int = 2 << 30  # host memory of one node for blocks under way
     threads: int = 16  # reads at a time, of one shard
     patience_s: float = 300.0  # without a byte: give up
+    request_bytes: int = 32 << 20  # the most that one read asks for
 
     @property
     def block_bytes(self) -> int:
-        return max(4096, min(BLOCK_BYTES, self.buffer_bytes // 4 - 8192))
+        """The same, with room for several in the buffer."""
+        return max(4096, min(self.request_bytes, self.buffer_bytes // 4 - 8192))
 
 
 @dataclass(slots=True)
