@@ -64,10 +64,13 @@ class Loading:
         for rank, node in enumerate(places):
             if node is not None:
                 by_node.setdefault(node, []).append(rank)
+        opened = []
         for node, ranks in by_node.items():
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-            desk = WeightDesk.options(scheduling_strategy=strategy).remote(self._spec, ranks)
+            desk: Any = WeightDesk.options(scheduling_strategy=strategy).remote()
             self._desks |= dict.fromkeys(ranks, desk)
+            opened.append(_value(desk.open.remote(self._spec, ranks)))
+        await asyncio.gather(*opened)
 
     async def _load(self, rank: int) -> tuple[float, int]:
         while True:
@@ -75,7 +78,8 @@ class Loading:
                 result: tuple[float, int] = await self._actors[rank].load.remote(self._desks.get(rank), self._build)
                 return result
             except ray.exceptions.RayActorError as error:
-                if self.replaced >= REPLACEMENTS or rank not in self._desks:
+                inside = isinstance(error, ray.exceptions.RayTaskError)  # the shard lives and tells of another actor
+                if inside or self.replaced >= REPLACEMENTS or rank not in self._desks:
                     raise
                 logger.warning("shard %d died while it loaded (%s): another one goes on", rank, str(error).splitlines()[0])
                 self.replaced += 1

@@ -35,9 +35,10 @@ class Seat:
 
 
 class WeightBook:
-    """The actor's class; plain, so that tests use it without Ray."""
+    """The actor's class. `open` comes first: a constructor's error would reach nobody with its kind."""
 
-    def __init__(self, spec: ShardSpec, ranks: Sequence[int]) -> None:
+    def open(self, spec: ShardSpec, ranks: Sequence[int]) -> None:
+        """Plans the node's reads. Raises ConfigError, CheckpointError."""
         checkpoint = spec.checkpoint or read_checkpoint(spec.model_dir, spec.model_endpoint_url)
         plan = plan_node(checkpoint, ranks, tp=spec.tp, shards=spec.shards, block_bytes=spec.loading.block_bytes)
         self._memory = Memory.create(budget=spec.loading.buffer_bytes, blocks=len(plan.ranges), largest=plan.largest)

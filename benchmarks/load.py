@@ -1,0 +1,199 @@
+"""How fast weights come in, from the page cache and from an S3 server, against plain ways to read them; and what memory each takes.
+
+Floor: the same ranges by as many threads, thrown away. Each measurement is a process of its own; ways take turns, the best round counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from benchmarks.report import Row, publish
+from cluster.checkpoint import Checkpoint, read_checkpoint
+from cluster.weight_plan import plan_node
+from cluster.weight_reader import LoadSettings, sole_reader
+from model.config import ModelConfig
+
+CONFIG = ModelConfig.tiny(
+    num_experts=96, hidden_size=1024, routed_expert_hidden_size=1024, moe_intermediate_size=512, intermediate_size=2048, vocab_size=8192
+)
+ROUNDS = 3
+BUCKET = "weights"
+SETTINGS = LoadSettings(buffer_bytes=256 << 20, threads=8)
+FOLDER_SERVER = """
+import os, re, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def log_message(self, *_): pass
+    def do_GET(self):
+        path = os.path.join(sys.argv[1], self.path.partition("?")[0].split("/", 3)[-1])
+        if not os.path.isfile(path):
+            self.send_response(404); self.send_header("Content-Length", "0"); self.end_headers(); return
+        size = os.path.getsize(path)
+        found = re.fullmatch(r"bytes=(\\d+)-(\\d*)", self.headers.get("Range", ""))
+        start, stop = (int(found[1]), min(int(found[2] or size) + 1, size)) if found else (0, size)
+        self.send_response(206 if found else 200)
+        if found: self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
+        self.send_header("Content-Length", str(stop - start))
+        self.send_header("ETag", '"tag"'); self.send_header("Last-Modified", "Tue, 01 Dec 2026 00:00:00 GMT")
+        self.end_headers(); self.wfile.flush()
+        if self.command == "GET":
+            with open(path, "rb") as f: self.connection.sendfile(f, start, stop - start)
+    do_HEAD = do_GET
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+server = Server(("127.0.0.1", 0), Handler)
+print(*server.server_address, flush=True)
+server.serve_forever()
+"""  # S3's GET and HEAD over a folder, by sendfile: moto copies the whole object for each range, 60 MB/s whoever asks
+
+
+def ours(checkpoint: Checkpoint) -> None:
+    """Into the model's parameters, in host memory."""
+    import torch
+
+    from model.loader import load
+    from model.parallel import Mesh
+
+    load(checkpoint.config, Mesh.single(), sole_reader(checkpoint, SETTINGS), device="cpu", dtype=torch.bfloat16)
+
+
+def floor(checkpoint: Checkpoint) -> None:
+    """The same ranges, thrown away; into as many buffers as there are threads."""
+    plan = plan_node(checkpoint, [0], tp=1, shards=1, block_bytes=SETTINGS.block_bytes)
+    source = checkpoint.open(connections=SETTINGS.threads)
+    with ThreadPoolExecutor(SETTINGS.threads) as pool:
+        if checkpoint.endpoint_url is None:
+            buffers = [bytearray(plan.largest) for _ in range(SETTINGS.threads)]
+
+            def read(number: int) -> None:
+                r, buffer = plan.ranges[number], buffers[number % SETTINGS.threads]
+                with open(source.where(checkpoint.files[r.file].name), "rb", buffering=0) as f:
+                    f.seek(r.start)
+                    f.readinto(memoryview(buffer)[: r.nbytes])
+        else:
+            client = _client(checkpoint.endpoint_url)
+
+            def read(number: int) -> None:
+                r = plan.ranges[number]
+                key = source.where(checkpoint.files[r.file].name).removeprefix(f"s3://{BUCKET}/")
+                client.get_object(Bucket=BUCKET, Key=key, Range=f"bytes={r.start}-{r.stop - 1}")["Body"].read()  # type: ignore[attr-defined]
+
+        list(pool.map(read, range(len(plan.ranges))))
+
+
+def whole_files(checkpoint: Checkpoint) -> None:
+    """`boto3.download_file`, then safetensors; on disk safetensors alone."""
+    from safetensors import safe_open
+
+    with tempfile.TemporaryDirectory() as folder:
+        for file in checkpoint.files:
+            path = checkpoint.open().where(file.name)
+            if checkpoint.endpoint_url is not None:
+                key, path = path.removeprefix(f"s3://{BUCKET}/"), f"{folder}/{file.name}"
+                _client(checkpoint.endpoint_url).download_file(BUCKET, key, path)  # type: ignore[attr-defined]
+            with safe_open(path, framework="pt") as f:
+                kept = [f.get_tensor(name).clone() for name in f.keys()]  # noqa: SIM118
+            del kept
+
+
+def runai(checkpoint: Checkpoint) -> None:
+    from runai_model_streamer import SafetensorsStreamer
+
+    if checkpoint.endpoint_url is not None:
+        os.environ |= {"AWS_ENDPOINT_URL": checkpoint.endpoint_url, "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0"}
+    os.environ |= {"RUNAI_STREAMER_CONCURRENCY": str(SETTINGS.threads), "RUNAI_STREAMER_MEMORY_LIMIT": str(SETTINGS.buffer_bytes)}
+    source = checkpoint.open()
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files([source.where(file.name) for file in checkpoint.files])
+        for _, tensor in streamer.get_tensors():
+            tensor.clone()
+
+
+WAYS: dict[str, Callable[[Checkpoint], None]] = {"ours": ours, "floor": floor, "download + safetensors": whole_files, "runai": runai}
+
+
+def measure(way: str, url: str, endpoint: str | None) -> tuple[float, float] | None:
+    """(GB/s, peak GB of the process above what it was before), in a process of its own; None: it failed."""
+    words = [sys.executable, "-m", "benchmarks.load", way, url, *([endpoint] if endpoint else [])]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{way} from {url}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+        return None
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    return result["rate"], result["peak"]
+
+
+def child(way: str, url: str, endpoint: str | None) -> None:
+    import torch  # counted before
+
+    torch.set_num_threads(1)
+    checkpoint = read_checkpoint(url, endpoint)
+    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    WAYS[way](checkpoint)
+    seconds = time.perf_counter() - begin
+    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    print(json.dumps({"rate": sum(file.size for file in checkpoint.files) / seconds / 1e9, "peak": peak / 1e9}))
+
+
+def _client(endpoint: str) -> object:
+    import boto3
+    from botocore.config import Config
+
+    return boto3.client("s3", endpoint_url=endpoint, config=Config(max_pool_connections=SETTINGS.threads))
+
+
+def main() -> None:
+    from model.checkpoint import write_random_checkpoint
+
+    os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+    with tempfile.TemporaryDirectory() as folder:
+        write_random_checkpoint(folder, CONFIG, 1)
+        server = subprocess.Popen([sys.executable, "-c", FOLDER_SERVER, folder], stdout=subprocess.PIPE, text=True)
+        try:
+            assert server.stdout is not None
+            host, port = server.stdout.readline().split()
+            endpoint = f"http://{host}:{port}"
+            size = sum(file.size for file in read_checkpoint(folder).files)
+            rows = []
+            for place, url, where in (("page cache", folder, None), ("S3 server", f"s3://{BUCKET}/k3", endpoint)):
+                rates: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+                for _ in range(ROUNDS):
+                    for way in WAYS:
+                        if (found := measure(way, url, where)) is not None:
+                            rates[way].append(found)
+                best = {way: max(rate for rate, _ in seen) for way, seen in rates.items() if seen}
+                peaks = {way: max(peak for _, peak in seen) for way, seen in rates.items() if seen}
+                rows += [_row(f"from {place}", "GB/s", best, 0.9 * best["floor"]), _row(f"peak memory, {place}", "GB", peaks, None)]
+        finally:
+            server.kill()
+            server.wait()
+    notes = (
+        f"{size / 1e9:.2f} GB, {SETTINGS.threads} threads, {SETTINGS.buffer_bytes >> 20} MiB of buffers; best of {ROUNDS} rounds; peak "
+        "above the process at rest: ours holds the model when done, the floor nothing, the others a file's tensors or one tensor at a time"
+    )
+    publish("load", rows, packages=("torch", "boto3", "safetensors", "moto", "runai-model-streamer"), notes=notes)
+
+
+def _row(work: str, unit: str, values: dict[str, float], target: float | None) -> Row:
+    peers = {way: value for way, value in values.items() if way not in ("ours", "floor")}
+    return Row(work=work, ours=values["ours"], floor=values["floor"], target=target, unit=unit, peers=peers)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        child(sys.argv[1], sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None)
+    else:
+        main()
