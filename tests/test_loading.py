@@ -53,7 +53,7 @@ def spec(checkpoint: Checkpoint, **changes: object) -> ShardSpec:
         model_dir=checkpoint.url,
         model_endpoint_url=checkpoint.endpoint_url,
         checkpoint=checkpoint,
-        loading=LoadSettings(buffer_bytes=64 << 20, threads=THREADS, patience_s=20),
+        loading=LoadSettings(buffer_bytes=64 << 20, threads=THREADS, patience_s=60),
         vocab_size=512,
         tokenizer_dir=None,
         tp=TP,
@@ -65,9 +65,9 @@ def spec(checkpoint: Checkpoint, **changes: object) -> ShardSpec:
         num_slots=4,
         num_cpus=0.1,
         threads=1,
-        step_timeout_s=30.0,
+        step_timeout_s=60.0,
         heartbeat_s=0.5,
-        ping_timeout_s=15.0,
+        ping_timeout_s=30.0,
     )
     return ShardSpec(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -92,7 +92,7 @@ async def test_golden_logits_and_each_byte_once(checkpoint: Checkpoint, store: S
 
 
 async def test_a_shard_killed_halfway_goes_on_with_what_its_node_holds(checkpoint: Checkpoint, store: Store) -> None:
-    s = spec(checkpoint, loading=LoadSettings(buffer_bytes=64 << 20, threads=THREADS, patience_s=20, request_bytes=50_000))
+    s = spec(checkpoint, loading=LoadSettings(buffer_bytes=64 << 20, threads=THREADS, patience_s=60, request_bytes=50_000))
     plan = plan_node(checkpoint, range(SHARDS), tp=TP, shards=SHARDS, block_bytes=s.loading.block_bytes)
     place = lambda rank: Shard.options(num_cpus=0.1).remote(s, rank)  # noqa: E731
     actors = [place(rank) for rank in range(SHARDS)]
@@ -107,7 +107,9 @@ async def test_a_shard_killed_halfway_goes_on_with_what_its_node_holds(checkpoin
     await task
     assert loading.replaced == 1
     times = Counter((path, start) for path, start, _ in store.proxy.log.sent)
-    assert sum(n - 1 for n in times.values()) <= THREADS, "only what the killed one was reading is read again"
+    assert sum(n - 1 for n in times.values()) <= 2 * THREADS, (
+        "only what had been granted to the killed one and not yet reported is read again"
+    )
     group = ShardGroup(s, actors, None)
     try:
         await group.reform()
