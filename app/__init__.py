@@ -50,5 +50,6 @@ def application(config: ServiceConfig, plan: "ServicePlan") -> "Application":
         max_ongoing_requests=4 * requests * config.replicas + 64,
         ray_actor_options={"num_cpus": 0.1},
         health_check_period_s=5,
+        graceful_shutdown_timeout_s=120,  # streams that run end, or break off and are had again
     )
     return ingress.bind(engine.bind(plan.engine), config, plan.served)

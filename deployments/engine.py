@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import ray
 from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.util import get_current_placement_group
 
 from cluster.holder import HolderStats
@@ -30,6 +31,9 @@ from engine.types import GenerateRequest, TokenChunk, Usage
 
 logger = logging.getLogger("ray.serve")
 HELLO_S = 0.02
+WATCH_S = 2.0  # between looks at whether this replica is still wanted
+MISSED = 2  # looks in a row that did not find it
+HAND_OVER_S = 15.0  # longest wait of streams for their states to leave
 FLUSH_S = 15.0  # longest time that a replica which is told to end gives to the states it still has
 
 
@@ -70,6 +74,7 @@ class EngineReplica:
             await self._tier.ready()
             states = BundleTraffic.start(spec, spec.state, self._group, self._tier, counters)
         self._counters = counters
+        self._watching = asyncio.create_task(self._watch()) if self._group is not None else None
         work = executor or self._group
         assert work is not None
         self._engine = Supervisor(spec, work, deliver=self._deliver, counters=counters, group=self._group, states=states)
@@ -107,6 +112,9 @@ class EngineReplica:
             failure=str(failure) if failure else None,
         )
 
+    async def name(self) -> str:
+        return serve.get_replica_context().replica_id.unique_id
+
     async def shard_pids(self) -> list[int]:
         return await self._group.pids() if self._group else []
 
@@ -124,6 +132,8 @@ class EngineReplica:
 
     async def close(self) -> None:
         """Ends everything; states on their way out get FLUSH_S."""
+        if self._watching is not None:
+            self._watching.cancel()
         try:
             await asyncio.wait_for(self._engine.stop(), FLUSH_S)
         except TimeoutError:
@@ -131,6 +141,28 @@ class EngineReplica:
         if self._group:
             await self._group.close()
         await self._sender.close()
+
+    async def _watch(self) -> None:
+        """Hands the streams over when Serve takes this replica away.
+
+        Serve has no word for that: it sends no more requests, waits for those that run, and kills what still runs after a while. So the
+        replica asks all replicas for their names, as a caller would, and is on its way out when it is not among them any more.
+        """
+        me, seen, missed = serve.get_replica_context(), False, 0
+        all_replicas = serve.get_deployment_handle(me.deployment, me.app_name)
+        while missed < MISSED:
+            await asyncio.sleep(WATCH_S)
+            try:
+                names = await asyncio.wait_for(all_replicas.broadcast("name").results_async(), WATCH_S)
+            except DeploymentUnavailableError:
+                names = []
+            except Exception:
+                continue  # nobody can say
+            here = me.replica_id.unique_id in names
+            seen = seen or here
+            missed = 0 if here else missed + seen
+        moved = await self._engine.hand_over(HAND_OVER_S)
+        logger.info("this replica is being taken away: %d streams go on elsewhere", moved)
 
     async def _look_at_holder(self) -> None:
         """Its figures; and what died with it when it is not the one that was there before."""

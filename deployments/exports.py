@@ -58,6 +58,7 @@ class Exporter:
         self._shards = shards
         self._tier = tier
         self._counters = counters
+        self.leaving = False  # whoever ends here goes on elsewhere
         self._waiting: OrderedDict[tuple[str, bool], _Waiting] = OrderedDict()  # by request and whether it is its prompt's end
         self._running: set[asyncio.Task[None]] = set()
         self._last: OrderedDict[str, tuple[int, str | None]] = OrderedDict()  # request → position and lineage of its newest bundle
@@ -68,7 +69,7 @@ class Exporter:
         if position < self._block:
             return
         at_stake = position - self._last.get(request.request_id, (0, None))[0]
-        ends_turn = written.ended and request.session is not None and at_stake > 0
+        ends_turn = written.ended and (request.session is not None or self.leaving) and at_stake > 0
         if at_stake < self._state.stake_tokens and not ends_turn:
             return
         key = (request.request_id, position == len(request.prompt) - 1)

@@ -37,5 +37,9 @@ class BundleTraffic:
             self._exporter.resumed(request, outcome)
         return outcome
 
+    def leave(self) -> None:
+        """Every request is about to go on elsewhere: the last state of each is worth storing."""
+        self._exporter.leaving = True
+
     async def flush(self) -> None:
         await self._exporter.flush()

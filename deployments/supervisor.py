@@ -47,6 +47,7 @@ class States(Protocol):
     def worth_trying(self, request: GenerateRequest) -> bool: ...
     async def bring(self, loop: EngineLoop, group: int, request: GenerateRequest, lineage: Lineage) -> StateBundle | str | None: ...
     async def flush(self) -> None: ...
+    def leave(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -84,6 +85,7 @@ class Supervisor:
         self._backoff_s = backoff_s
         self._moved: dict[str, _Moved] = {}  # while there is no loop
         self._paused: set[str] = set()
+        self._leaving: set[str] = set()  # requests that are being handed over
         self._bringing: set[str] = set()  # requests whose stored state is on its way
         self._attempts: deque[float] = deque()
         self._retired: list[EngineStats] = []  # of earlier loops, levels zero
@@ -138,6 +140,35 @@ class Supervisor:
     async def drain(self) -> None:
         """Waits until every open request has ended."""
         await self._loop.drain()
+
+    async def hand_over(self, patience_s: float) -> int:
+        """This replica is being taken away: every open stream ends with ReplicaLost, its state stored, to go on elsewhere. How many.
+
+        Nothing is accepted any more. `patience_s`: longest wait for the states to leave.
+        """
+        if self.failure is not None:
+            return 0
+        self.failure = gone = ReplicaLost("this engine replica is being taken away")
+        self._fail_moved(gone)
+        if self._recovering:
+            return 0
+        loop, states = self._loop, self._states
+        self._leaving.update(request.request_id for request in loop.open_requests())
+        for name in self._leaving:
+            loop.pause(name)
+        await loop.land()
+        if states is not None:
+            states.leave()
+        for name in self._leaving:
+            loop.cancel(name)  # its state becomes a checkpoint
+        if states is not None:
+            try:
+                await asyncio.wait_for(states.flush(), patience_s)
+            except TimeoutError:
+                logger.warning("states were still on their way out after %g s", patience_s)
+        left = dict.fromkeys(self._leaving, gone)
+        self._deliver([], dict(left))
+        return len(left)
 
     async def stop(self) -> None:
         """Ends at once; open requests fail with ReplicaLost. States on their way out are still taken in. Idempotent."""
@@ -194,6 +225,9 @@ class Supervisor:
         for chunk in chunks:
             if chunk.finish is not None:
                 self._paused.discard(chunk.request_id)
+                if chunk.finish is not FinishReason.CANCELLED:
+                    self._leaving.discard(chunk.request_id)
+        chunks = [chunk for chunk in chunks if not (chunk.request_id in self._leaving and chunk.finish)]
         recover = self._group is not None and self.failure is None and isinstance(loop.failure, ShardLost)
         if chunks or (failures and not recover):
             self._deliver(chunks, {} if recover else failures)

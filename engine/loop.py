@@ -193,6 +193,12 @@ class EngineLoop:
         self.schedulers[group].cache.discard(taken)
         self._wake.set()
 
+    async def land(self) -> None:
+        """Returns when no step is on its way; pause what is open first, or more will be."""
+        while self._submitted and self.failure is None:
+            await asyncio.wait([task for _, task in self._submitted])
+            await asyncio.sleep(0)  # the loop takes the result
+
     def stats(self) -> EngineStats:
         return EngineStats.total([s.stats() for s in self.schedulers], steps=self._steps, last=self._last)
 

@@ -374,6 +374,23 @@ async def test_the_end_of_a_sessions_turn_is_always_kept() -> None:
     assert [at.position for at in tier.sessions["s"]] == [46]
 
 
+async def test_the_last_state_of_a_stream_that_leaves_is_stored_to_the_last_token() -> None:
+    tier = ToyTier()
+    engine = Engine(tier, stake_tokens=1000)
+    tier.shards = engine.shards
+    engine.exporter.leaving = True
+    engine.loop.submit(ask())
+    await until(lambda: sum(len(c.token_ids) for c in engine.chunks) > 10)
+    engine.loop.pause("r")
+    await engine.loop.land()
+    passed = [t for c in engine.chunks for t in c.token_ids]
+    engine.loop.cancel("r")
+    await engine.exporter.flush()
+    assert [b.position for b in tier.index] == [len(PROMPT) + len(passed) - 1], "but for the last one, which no step has consumed"
+    tokens, _ = await Engine(tier).run(ask(generated=tuple(passed), admitted=Admission(cached_tokens=0)))
+    assert [*passed, *tokens] == EXPECTED
+
+
 async def test_only_pinned_sessions_are_mirrored_and_only_where_that_is_on() -> None:
     for mirror, pinned, expected in ((True, {"s"}, True), (True, set(), False), (False, {"s"}, False)):
         tier = ToyTier()

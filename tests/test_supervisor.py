@@ -155,6 +155,42 @@ async def test_attempts_are_bounded_and_the_end_is_clear() -> None:
     await harness.engine.stop()
 
 
+async def test_streams_are_handed_over_and_go_on_elsewhere_with_the_same_tokens() -> None:
+    first, second = Harness(ToyGroup()), Harness(ToyGroup())
+    for name in ("a", "b"):
+        first.ask(name)
+    first.ask("short", 2)
+    await first.ended("short")
+    await first.until(lambda: len(first.tokens["a"]) > 5)
+    first.ask("fresh")
+    assert await first.engine.hand_over(1.0) == 3
+    for name in ("a", "b", "fresh"):
+        assert isinstance(first.ends[name], ReplicaLost)
+        passed = tuple(first.tokens.get(name, ()))
+        assert len(passed) < 30
+        second.ask(name, generated=passed)
+    with pytest.raises(ReplicaLost):
+        first.ask("late")
+    await second.ended("a", "b", "fresh")
+    for name in ("a", "b", "fresh"):
+        assert [*first.tokens.get(name, ()), *second.tokens[name]] == toy_stream(PROMPT, 30, sampling=GREEDY)
+    assert await first.engine.hand_over(1.0) == 0
+    await first.engine.stop()
+    await second.engine.stop()
+
+
+async def test_handing_over_in_the_middle_of_a_recovery_moves_everybody() -> None:
+    group = ToyGroup(lose_at=(3,))
+    group.may_reform.clear()
+    harness = Harness(group)
+    harness.ask("a")
+    await harness.until(lambda: group.replaced == 1)
+    await harness.engine.hand_over(1.0)
+    assert isinstance(harness.ends["a"], ReplicaLost)
+    group.may_reform.set()
+    await harness.engine.stop()
+
+
 async def test_attempts_long_ago_do_not_count() -> None:
     now = [0.0]
     group = ToyGroup(lose_at=(3, 10, 17, 24))

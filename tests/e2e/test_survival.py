@@ -20,7 +20,8 @@ from ray.cluster_utils import Cluster
 from app import ServiceConfig, deployment
 from app.default_model import ensure_default_model
 from benchmarks.chaos import REPLICA, SETTINGS, SHARD, STORE, Chaos, Outcome, Request, requests
-from engine.types import SamplingParams
+from deployments.client import RoutedEngineClient
+from engine.types import GenerateRequest, SamplingParams
 from tests.compare import Reference
 from tests.e2e.serving import Server, served
 
@@ -121,6 +122,32 @@ async def test_a_pinned_sessions_states_have_a_mirror_on_another_node(three_node
     again = await handle.chat.remote(more, session_id="book", session_mode="append")
     assert again["usage"]["cached_tokens"] >= said["usage"]["prompt_tokens"] - 1
     assert again["usage"]["resume_source"] == "store"
+
+
+async def test_scaling_down_hands_the_streams_over() -> None:
+    """Serve takes one of two replicas away: what ran there goes on at the other one behind its last token."""
+    with served(**SETTINGS, replicas=2) as two:
+        engine = serve.get_deployment_handle("engine", "k3")
+        client = RoutedEngineClient(engine, "127.0.0.1")
+
+        async def read(name: str, i: int) -> list[int]:
+            ask = GenerateRequest(request_id=f"{name}-{i}", prompt=tuple(range(7 + i, 150 + i)), max_tokens=200, sampling=GREEDY)
+            return [t async for chunk in client.stream(ask) for t in chunk.token_ids]
+
+        expected = await asyncio.gather(*(read("alone", i) for i in range(6)))
+        running = [asyncio.create_task(read("moved", i)) for i in range(6)]
+        while not all(r.stats.running for r in await engine.broadcast("report").results_async()):  # noqa: ASYNC110  # other processes
+            await asyncio.sleep(0.05)
+        before = {r.replica: r.stats.tokens_recomputed for r in await engine.broadcast("report").results_async()}
+        assert len(before) == 2
+        smaller = deployment(two.config.model_copy(update={"replicas": 1}))
+        await asyncio.to_thread(lambda: serve._run(smaller, name="k3", route_prefix="/", _blocking=False))
+        assert await asyncio.gather(*running) == expected
+        await client.close()
+        assert client.moved >= 1
+        left = await report(engine)
+        assert sum(left.bundles.imports.values()) >= 1, "states came from the one that left"
+        assert left.stats.tokens_recomputed - before.get(left.replica, 0) <= client.moved, "each went on behind its last token"
 
 
 @pytest.fixture(scope="module")
