@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from app.default_model import ensure_default_model
 from benchmarks.report import Row, publish
 from deployments.load import build_runner
 from engine.bundle import digest
@@ -203,10 +202,14 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=None)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
+    if args.model is None:
+        from app.default_model import ensure_default_model  # needs more than the model itself does
+
+        args.model = ensure_default_model()
     device = torch.device(args.device)
     longest = max(args.lengths)
     runner = build_runner(
-        args.model or ensure_default_model(),
+        args.model,
         Mesh.single(),
         device=device,
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
