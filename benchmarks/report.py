@@ -63,7 +63,10 @@ def publish(name: str, rows: Sequence[Row], *, packages: Sequence[str] = (), not
     for row in rows:
         values = [row.floor, *(row.peers.get(peer) for peer in peers), row.ours, row.target]
         table.add_row(row.work, *("-" if v is None else f"{v:.4g}" for v in values), row.unit)
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # a log has no width of its own
+    console.print(table)
     results.mkdir(parents=True, exist_ok=True)
     path = results / f"{name}.json"
     body = {"name": name, "machine": machine(), "versions": versions(packages), "notes": notes, "rows": [asdict(row) for row in rows]}

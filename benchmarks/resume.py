@@ -170,13 +170,13 @@ def best(work: Callable[[], object], device: torch.device) -> float:
 
 
 def bandwidth(runner: ModelRunner, tokens: int) -> list[Row]:
-    """Copies out and in, and the digest, against a plain copy of as many bytes."""
+    """Copies out and in, and the digest, against a plain copy of as many bytes (on a GPU into page-locked memory)."""
     pools, device = runner.pools, runner.device
     pages = list(range(-(-tokens // PAGE)))
     latents = export_latents(pools, pages, 0, tokens)
     size = latents["latents"].nbytes
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    target = torch.empty(size, dtype=torch.uint8)
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     plain = size / best(lambda: target.copy_(source), device) / 1e9
     out = size / best(lambda: export_latents(pools, pages, 0, tokens), device) / 1e9
     back = size / best(lambda: import_latents(pools, pages, 0, latents), device) / 1e9

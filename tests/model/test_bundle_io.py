@@ -154,6 +154,19 @@ def test_round_trip_is_bit_exact_and_touches_nothing_else(dtype: torch.dtype) ->
     assert torch.equal(target.latents[:, [0, 2, 3, 5]], before[0][:, [0, 2, 3, 5]])
 
 
+@pytest.mark.parametrize("start", range(4))
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 5, 8, 11])
+def test_tokens_land_where_they_belong_whatever_pages_they_cut(start: int, count: int) -> None:
+    source, target = pools(torch.float32), pools(torch.float32)
+    covering = max(1, -(-(start + count) // 4))
+    before = target.latents.clone()
+    import_latents(target, (5, 2, 0, 3)[:covering], start, export_latents(source, (1, 4, 2, 0)[:covering], start, start + count))
+    expected = before[:, [5, 2, 0, 3]].flatten(1, 2)
+    expected[:, start : start + count] = source.latents[:, [1, 4, 2, 0]].flatten(1, 2)[:, start : start + count]
+    assert torch.equal(target.latents[:, [5, 2, 0, 3]].flatten(1, 2), expected)
+    assert torch.equal(target.latents[:, [1, 4]], before[:, [1, 4]])
+
+
 def test_what_is_exported_is_a_copy() -> None:
     source = pools(torch.float32)
     recurrent, latents = export_recurrent(source, 1), export_latents(source, (2,), 8, 12)
