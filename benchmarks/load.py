@@ -1,4 +1,4 @@
-"""How fast weights come in, from disk, from the page cache and from an S3 server, against plain ways to read them; and what memory each takes.
+"""How fast weights come in, from a disk, the page cache and an S3 server, against plain ways to read them; and what memory each takes.
 
 Floor: the same ranges by as many threads, thrown away. Each measurement is a process of its own; ways take turns, the best round counts.
 """
