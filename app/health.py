@@ -11,11 +11,11 @@ from dataclasses import fields
 from typing import Any
 
 import orjson
-from fastapi import Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from ray.serve.handle import DeploymentHandle
+from starlette.responses import Response
 
 from app.serve_modes import running_mode
 from cluster.holder import HolderStats

@@ -13,9 +13,9 @@ from contextlib import aclosing
 from typing import Any
 
 import ray
-from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
 
 from app.adapter import Caller
 from app.answer import Stream
@@ -67,7 +67,7 @@ class Ingress:
         )
         self._health = Health(engine, config.served_model_name, self._service.histories)
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> Starlette:
         return build_api(
             lambda: self._service,
             keys=ApiKeys.from_config(self._config.api_keys),

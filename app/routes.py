@@ -6,8 +6,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
-from fastapi import FastAPI, Request, Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from app.adapter import Caller
 from app.answer import Answer, Stream
@@ -17,7 +21,7 @@ from app.errors import Failure, anthropic_error, describe, openai_error
 from app.http import Dialect, Reply, RequestIds, read_json
 from app.service import Service
 from app.session_desk import SessionDesk
-from app.sessions_api import add_session_routes
+from app.sessions_api import session_routes
 from chat.history import HistoryPolicy
 from engine.errors import InvalidRequest
 
@@ -51,14 +55,13 @@ def build_api(
     get_desk: Callable[[], SessionDesk] | None = None,
     health: Hook | None = None,
     metrics: Hook | None = None,
-) -> FastAPI:
+) -> Starlette:
     """The HTTP application. `get_service` is called a request, so that the app can be built before its service lives.
 
     `get_desk` answers /v1/sessions; `health` and `metrics` answer /health and /metrics (404 without them). These two are open, everything
     else wants a key when there are keys.
     """
-    api = FastAPI(title="Kimi K3", docs_url=None, redoc_url=None, openapi_url=None)
-    api.add_middleware(RequestIds)
+    routes: list[Route] = []
     known = keys or ApiKeys(())
 
     def post(path: str, ask: Ask, dialect: Dialect = OPENAI) -> None:
@@ -70,7 +73,7 @@ def build_api(
                 return _error(error, dialect)
             return Reply(lambda: ask(get_service(), body, caller), dialect)
 
-        api.add_api_route(path, route, methods=["POST"], response_class=Response, name=path)
+        routes.append(Route(path, route, methods=["POST"]))
 
     def get(path: str, ask: Callable[[Service, Request], Answer]) -> None:
         async def route(request: Request) -> Response:
@@ -80,7 +83,7 @@ def build_api(
             except Exception as error:
                 return _error(error, OPENAI)
 
-        api.add_api_route(path, route, methods=["GET"], response_class=Response, name=path)
+        routes.append(Route(path, route, methods=["GET"]))
 
     post("/v1/chat/completions", lambda service, body, caller: service.chat(body, caller))
     post("/v1/completions", lambda service, body, caller: service.completions(body, caller))
@@ -101,17 +104,22 @@ def build_api(
             return _error(error, OPENAI)
         return Reply(lambda: get_service().again(asked, raw, caller), dialects[asked.kind])
 
-    api.add_api_route("/v1/sessions/{session}/answer", again, methods=["GET"], response_class=Response, name="answer")
+    routes.append(Route("/v1/sessions/{session}/answer", again, methods=["GET"]))
     get("/v1/models", lambda service, request: service.models())
     get("/v1/models/{name:path}", lambda service, request: service.model(request.path_params["name"]))
     if get_desk is not None:
-        add_session_routes(api, get_desk, known, max_body_bytes=max_body_bytes, max_import_bytes=max_import_bytes)
+        routes += session_routes(get_desk, known, max_body_bytes=max_body_bytes, max_import_bytes=max_import_bytes)
     for path, hook in (("/health", health), ("/metrics", metrics)):
         if hook is not None:
-            api.add_api_route(path, hook, methods=["GET"], response_class=Response, name=path)
-    api.add_exception_handler(HTTPException, _refused)
-    api.add_exception_handler(Exception, _refused)
-    return api
+            routes.append(_open(path, hook))
+    return Starlette(routes=routes, middleware=[Middleware(RequestIds)], exception_handlers={HTTPException: _refused, Exception: _refused})
+
+
+def _open(path: str, hook: Hook) -> Route:
+    async def route(request: Request) -> Response:
+        return await hook()
+
+    return Route(path, route, methods=["GET"])
 
 
 def _caller(request: Request, tenant: str) -> Caller:

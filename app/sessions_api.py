@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
-from fastapi import FastAPI, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from app.auth import ApiKeys
 from app.errors import describe, openai_error
@@ -17,10 +19,9 @@ from engine.errors import InvalidRequest
 Verb = Callable[[SessionDesk, Request, str], Awaitable[dict[str, Any] | bytes]]
 
 
-def add_session_routes(
-    api: FastAPI, get_desk: Callable[[], SessionDesk], keys: ApiKeys, *, max_body_bytes: int, max_import_bytes: int
-) -> None:
+def session_routes(get_desk: Callable[[], SessionDesk], keys: ApiKeys, *, max_body_bytes: int, max_import_bytes: int) -> list[Route]:
     """Each verb gets the desk, the request and the caller's tenant. Errors have OpenAI's shape."""
+    routes: list[Route] = []
 
     def add(method: str, path: str, verb: Verb) -> None:
         async def route(request: Request) -> Response:
@@ -33,7 +34,7 @@ def add_session_routes(
                 return Response(answer, media_type="application/octet-stream")
             return Response(orjson.dumps(answer), media_type="application/json")
 
-        api.add_api_route(path, route, methods=[method], response_class=Response, name=f"{method} {path}")
+        routes.append(Route(path, route, methods=[method]))
 
     async def body(request: Request) -> dict[str, Any]:
         return await read_json(request, max_body_bytes)
@@ -52,6 +53,7 @@ def add_session_routes(
         f"{one}/import",
         lambda desk, request, tenant: _with(read_body(request, max_import_bytes), lambda raw: desk.import_(tenant, _session(request), raw)),
     )
+    return routes
 
 
 async def _with(reading: Awaitable[Any], then: Callable[[Any], Awaitable[dict[str, Any]]]) -> dict[str, Any]:

@@ -47,14 +47,19 @@ async def tokens_per_s(handle: Any, streams: int, tokens: int, seed: int) -> flo
     return total / (time.perf_counter() - begin)
 
 
-async def measure(handles: dict[str, Any], rounds: int, streams: int, tokens: int) -> dict[str, list[float]]:
+async def measure(handles: dict[str, Any], rounds: int, streams: int, tokens: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Tokens a second of each round, states stored in all of them."""
     found: dict[str, list[float]] = {name: [] for name in handles}
     for number in range(-1, rounds):  # the first one warms up
         for name, handle in handles.items():
-            rate = await tokens_per_s(handle, streams, tokens, seed=100 * number + 7)
+            rate = await tokens_per_s(handle, streams, tokens, seed=100 * (number + 1))
             if number >= 0:
                 found[name].append(rate)
-    return found
+    exports = {}
+    for i, name in enumerate(APPS):
+        reports = await serve.get_deployment_handle("engine", f"app{i}").broadcast("report").results_async()
+        exports[name] = sum(report.bundles.exports for report in reports)
+    return found, exports
 
 
 def main() -> None:
@@ -70,10 +75,7 @@ def main() -> None:
         for i, (name, settings) in enumerate(APPS.items()):
             config = ServiceConfig.model_validate({**SETTINGS, **settings})
             handles[name] = serve.run(deployment(config), name=f"app{i}", route_prefix=None).options(stream=True)
-        found = asyncio.run(measure(handles, args.rounds, args.streams, args.tokens))
-        exports = {
-            name: asyncio.run(_exports(serve.get_deployment_handle("engine", f"app{i}"))) for i, name in enumerate(APPS) if name != "none"
-        }
+        found, exports = asyncio.run(measure(handles, args.rounds, args.streams, args.tokens))
     finally:
         serve.shutdown()
         ray.shutdown()
@@ -86,10 +88,6 @@ def main() -> None:
     publish(
         "export_cost", rows, packages=("ray", "torch"), notes=f"{args.streams} streams of {args.tokens} tokens; states stored: {exports}"
     )
-
-
-async def _exports(engine: Any) -> int:
-    return sum(r.bundles.exports for r in await engine.broadcast("report").results_async())
 
 
 if __name__ == "__main__":

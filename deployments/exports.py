@@ -104,6 +104,9 @@ class Exporter:
     async def _export(self, loop: EngineLoop, group: int, written: Written) -> None:
         request, lineage, position = written.request, written.lineage, written.position
         begin = time.monotonic()
+        if loop.failure is not None:  # its slots and pages are another loop's by now, or will be
+            self._counters.exports_failed["stale"] += 1
+            return
         checkpoint = loop.pin(group, lineage.at(position))
         if checkpoint is None:
             self._counters.exports_failed["evicted"] += 1

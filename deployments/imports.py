@@ -117,7 +117,7 @@ class Importer:
             return "no_room"
         whole = False
         try:
-            if self._shards.epoch != epoch:
+            if self._shards.epoch != epoch or loop.failure is not None:
                 return "stale"
             args = (epoch, bundle, fetched.refs, taken.slot, taken.pages, timeout)
             restores = [_outcome(actor.restore.remote(*args)) for actor in self._shards.actors_of(group)]

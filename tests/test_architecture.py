@@ -43,13 +43,13 @@ ALLOWED: dict[str, set[str]] = {
     },
 }
 FORBIDDEN: dict[str, set[str]] = {
-    "kernels": {"ray", "fastapi", "boto3", "transformers"},
-    "engine": {"torch", "ray", "fastapi", "boto3"},
-    "chat": {"torch", "ray", "fastapi", "transformers"},
-    "model": {"ray", "boto3", "fastapi", "transformers"},
-    "cluster": {"fastapi", "transformers"},
-    "autoscaling": {"torch", "fastapi"},
-    "deployments": {"fastapi", "transformers"},
+    "kernels": {"ray", "fastapi", "starlette", "boto3", "transformers"},
+    "engine": {"torch", "ray", "fastapi", "starlette", "boto3"},
+    "chat": {"torch", "ray", "fastapi", "starlette", "transformers"},
+    "model": {"ray", "boto3", "fastapi", "starlette", "transformers"},
+    "cluster": {"fastapi", "starlette", "transformers"},
+    "autoscaling": {"torch", "fastapi", "starlette"},
+    "deployments": {"fastapi", "starlette", "transformers"},
     "app": {"torch", "transformers"},
 }
 # Wiring code may know two worlds (docs/structure.md); each entry says which.

@@ -17,7 +17,7 @@ from deployments.exports import Exporter
 from deployments.imports import Importer
 from deployments.spec import EngineSpec, StateSpec
 from engine.bundle import ExportPart, ObjectRef, RecurrentPart, Schema, Segment, StateBundle
-from engine.errors import DurableError, EngineFailure, StoreFull
+from engine.errors import DurableError, EngineFailure, ShardLost, StoreFull
 from engine.lineage import Lineage
 from engine.loop import EngineLoop
 from engine.retention import Written
@@ -315,6 +315,34 @@ async def test_a_tier_that_fails(where: str, error: Exception, reason: str) -> N
     assert engine.counters.import_misses == {reason: 1}
     assert last.usage is not None
     assert last.usage.miss_reason == reason
+
+
+async def test_what_waits_to_leave_when_the_group_is_lost_never_leaves() -> None:
+    """The next group has the same slots and pages, with others' states in them."""
+    tier = ToyTier()
+    tier.exporting = asyncio.Semaphore(0)
+    engine = Engine(tier, export_concurrency=1)
+    tier.shards = engine.shards
+    engine.loop.submit(ask())
+    await until(lambda: any(chunk.finish for chunk in engine.chunks))
+    engine.loop.abort(ShardLost("killed"))
+    engine.shards.epoch = 1
+    for _ in range(3):
+        tier.exporting.release()
+    await engine.exporter.flush()
+    assert {part.epoch for parts in tier.parts for part in parts} == {0}, "what was on its way: refused by its shards"
+    assert engine.counters.exports_failed == {"stale": 1}
+
+
+async def test_what_comes_in_when_the_group_is_lost_is_not_written_anywhere() -> None:
+    tier = ToyTier()
+    await Engine(tier).run(ask(max_tokens=2))
+    engine = Engine(tier)
+    request = ask()
+    lineage = engine.loop.lineage(request)
+    engine.loop.abort(ShardLost("killed"))
+    assert await engine.importer.bring(engine.loop, 0, request, lineage) == "stale"
+    assert engine.shards.restored == 0
 
 
 async def test_a_bundle_of_another_tenant_is_never_found() -> None:
