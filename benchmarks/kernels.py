@@ -156,7 +156,7 @@ def experts(rates: Rates, _peers: bool) -> Iterator[Row]:
 
 
 def attention(rates: Rates, _peers: bool) -> Iterator[Row]:
-    from kernels.mla_decode_triton import mla_decode
+    from kernels.mla_decode_triton import launch as mla_decode
 
     for sequences, length, heads, target in ((64, 1024, 96, 0.049), (1, 131072, 96, None), (64, 131072, 96, None), (64, 1024, 12, None)):
         pages = -(-length // 64)
@@ -170,8 +170,8 @@ def attention(rates: Rates, _peers: bool) -> Iterator[Row]:
 
 
 def between(rates: Rates, _peers: bool) -> Iterator[Row]:
-    from kernels.route_triton import route
-    from kernels.short_conv_triton import short_conv
+    from kernels.route_triton import launch as route
+    from kernels.short_conv_triton import launch as short_conv
 
     for tokens in (64, 8192):
         blocks, run, added = random(8, tokens, HIDDEN), random(tokens, HIDDEN), random(tokens, HIDDEN)

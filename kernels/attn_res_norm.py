@@ -42,4 +42,4 @@ def attn_res_norm(
     if added is not None:
         run += added
     mix = attn_res(blocks, run, norm, query, eps) if blocks.shape[0] else run
-    return rms_norm(mix, out_norm, eps)
+    return rms_norm(mix, out_norm, eps, "torch")

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 Backend = Literal["auto", "torch", "triton"]
 
 
-def use_triton(backend: Backend, tensor: Tensor) -> bool:
-    """True for the Triton kernel. "auto" takes it on a GPU; "triton" insists (on a CPU that needs Triton's interpreter)."""
+def use_triton(backend: Backend, tensor: Tensor, *widths: int) -> bool:
+    """True for the Triton kernel. "auto" takes it for bf16 on a GPU; "triton" insists (on a CPU that needs Triton's interpreter).
+
+    fp32 on a GPU is how a deployment is checked against the CPU: it runs the references. So do `widths`, the ones that the kernel holds
+    whole, unless they are powers of two from 16 (K3's are).
+    """
     if backend not in ("auto", "torch", "triton"):
         raise ValueError(f"backend: {backend!r}, expected 'auto', 'torch' or 'triton'")
-    return backend == "triton" or (backend == "auto" and tensor.is_cuda)
+    fits = tensor.is_cuda and tensor.dtype == torch.bfloat16 and all(n >= 16 and not n & (n - 1) for n in widths)
+    return backend == "triton" or (backend == "auto" and fits)

@@ -28,6 +28,11 @@ class PackedExperts:
     scales: Tensor
 
 
+def packable(w13: Tensor, w2: Tensor) -> bool:
+    """Whether the widths of a checkpoint's packed [E, out, in / 2] are what `pack_experts` takes."""
+    return all(2 * half % GROUP == 0 and out % 64 == 0 for _, out, half in (w13.shape, w2.shape))
+
+
 def pack_experts(packed: Tensor, scale: Tensor, gated: bool) -> PackedExperts:
     """A checkpoint's packed [E, out, in / 2] and scale [E, out, in / 32] -> the kernels' layout; once, at load.
 

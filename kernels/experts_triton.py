@@ -158,17 +158,11 @@ def _finish(y, p_out, target, m_n, i_o, beta, linear_beta, OUT: tl.constexpr, GA
 def _one_tile(
     i_t,
     p_x,
-    p_codes,
-    p_scales,
-    p_order,
-    p_counts,
-    p_begins,
-    p_tile_expert,
-    p_tile_begin,
+    experts,
+    plan,
     p_out,
     stride_x,
-    beta,
-    linear_beta,
+    situ,
     K: tl.constexpr,
     OUT: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -186,6 +180,9 @@ def _one_tile(
     GATED: x rows are tokens; the result of SiTU goes to the pair's place by expert. Otherwise x rows are places by expert, and the
     result goes to the pair's own row.
     """
+    p_order, p_counts, p_begins, p_tile_expert, p_tile_begin = plan
+    p_codes, p_scales = experts
+    beta, linear_beta = situ
     i_o = tl.program_id(0)
     i_e = tl.load(p_tile_expert + i_t)
     begin = tl.load(p_tile_begin + i_t)
@@ -223,20 +220,52 @@ def _one_tile(
 
 
 @triton.jit
+def _fitting_tile(
+    i_t,
+    p_x,
+    experts,
+    plan,
+    p_out,
+    stride_x,
+    situ,
+    K: tl.constexpr,
+    OUT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    MORE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PTX: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """As `_one_tile`, as narrow as the pairs that are left allow: the last tile of an expert is seldom full, and columns cost time."""
+    _, p_counts, p_begins, p_tile_expert, p_tile_begin = plan
+    i_e = tl.load(p_tile_expert + i_t)
+    left = tl.load(p_begins + i_e) + tl.load(p_counts + i_e) - tl.load(p_tile_begin + i_t)
+    half: tl.constexpr = BN // 2
+    least: tl.constexpr = BN // 4 if BN >= 128 else BN // 2
+    full: tl.constexpr = BN if MORE > 0 else BN // 2  # more than these: all columns
+    if BN < 64 or left > full:
+        _one_tile(i_t, p_x, experts, plan, p_out, stride_x, situ, K, OUT, TOP_K, GATED, LIMITED, BM, BN, MORE, STAGES, PTX, PRECISION)
+    elif left > half:  # only with MORE
+        _one_tile(i_t, p_x, experts, plan, p_out, stride_x, situ, K, OUT, TOP_K, GATED, LIMITED, BM, BN, 0, STAGES, PTX, PRECISION)
+    elif left > least:  # only from 128 columns
+        _one_tile(i_t, p_x, experts, plan, p_out, stride_x, situ, K, OUT, TOP_K, GATED, LIMITED, BM, half, 0, STAGES, PTX, PRECISION)
+    else:
+        _one_tile(i_t, p_x, experts, plan, p_out, stride_x, situ, K, OUT, TOP_K, GATED, LIMITED, BM, least, 0, STAGES, PTX, PRECISION)
+
+
+@triton.jit
 def _experts(
     p_x,
-    p_codes,
-    p_scales,
-    p_order,
-    p_counts,
-    p_begins,
-    p_tile_expert,
-    p_tile_begin,
+    experts,
+    plan,
     p_tiles,
     p_out,
     stride_x,
-    beta,
-    linear_beta,
+    situ,
     K: tl.constexpr,
     OUT: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -250,64 +279,15 @@ def _experts(
     PRECISION: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """As `_one_tile`. LOOP: there may be more tiles than programs (most pairs are other ranks', but none need be)."""
-    tiles = tl.load(p_tiles)
-    i = tl.program_id(1)
+    """All tiles. LOOP: there may be more of them than programs (most pairs are other ranks', but none need be)."""
+    tiles, i = tl.load(p_tiles), tl.program_id(1)
     if LOOP:
         for i_t in range(i, tiles, tl.num_programs(1)):
-            _one_tile(
-                i_t,
-                p_x,
-                p_codes,
-                p_scales,
-                p_order,
-                p_counts,
-                p_begins,
-                p_tile_expert,
-                p_tile_begin,
-                p_out,
-                stride_x,
-                beta,
-                linear_beta,
-                K,
-                OUT,
-                TOP_K,
-                GATED,
-                LIMITED,
-                BM,
-                BN,
-                MORE,
-                STAGES,
-                PTX,
-                PRECISION,
+            _fitting_tile(
+                i_t, p_x, experts, plan, p_out, stride_x, situ, K, OUT, TOP_K, GATED, LIMITED, BM, BN, MORE, STAGES, PTX, PRECISION
             )
     elif i < tiles:
-        _one_tile(
-            i,
-            p_x,
-            p_codes,
-            p_scales,
-            p_order,
-            p_counts,
-            p_begins,
-            p_tile_expert,
-            p_tile_begin,
-            p_out,
-            stride_x,
-            beta,
-            linear_beta,
-            K,
-            OUT,
-            TOP_K,
-            GATED,
-            LIMITED,
-            BM,
-            BN,
-            MORE,
-            STAGES,
-            PTX,
-            PRECISION,
-        )
+        _fitting_tile(i, p_x, experts, plan, p_out, stride_x, situ, K, OUT, TOP_K, GATED, LIMITED, BM, BN, MORE, STAGES, PTX, PRECISION)
 
 
 @triton.jit
@@ -370,7 +350,7 @@ def launch(
     _place[grid](ids, begins, ranks, order, pairs, first_expert, E=experts, B=256)
     hidden = torch.empty(pairs, twice // 2, dtype=x.dtype, device=x.device)
     rows = torch.empty(pairs, latent, dtype=x.dtype, device=x.device)
-    plan = (order, counts, begins, tile_expert, tile_begin, total)
+    plan = (order, counts, begins, tile_expert, tile_begin)
     programs = min(tiles, experts + 2 * pairs * experts // (num_experts * width) + 1)
     options = {
         "TOP_K": top_k,
@@ -389,12 +369,12 @@ def launch(
         bm = min(rows_of, outer & -outer)  # a power of two that divides the rows
         _experts[(outer // bm, programs)](
             source,
-            weight.codes,
-            weight.scales,
-            *plan,
+            (weight.codes, weight.scales),
+            plan,
+            total,
             target,
             source.stride(0),
-            *situ,
+            situ,
             K=inner,
             OUT=outer,
             GATED=gated,

@@ -54,7 +54,7 @@ def kda_prefill(
         raise ValueError(f"state: {state.dtype}, expected torch.float32")
     check_device(q, k=k, v=v, f=f, b=b, a_log=a_log, dt_bias=dt_bias, state=state)
     check_device(q, read_slots=read_slots, write_slots=write_slots, cu_seqlens=cu_seqlens)
-    if use_triton(backend, q):
+    if use_triton(backend, q, width):
         from kernels.kda_prefill_triton import launch
 
         return launch(q, k, v, f, b, a_log, dt_bias, state, read_slots, write_slots, cu_seqlens, lower_bound, segment)

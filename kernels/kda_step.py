@@ -57,7 +57,7 @@ def kda_step(
     check_device(qkv, f=f, b=b, gate=gate, conv_state=conv_state, state=state, read_slots=read_slots, write_slots=write_slots)
     check_device(qkv, conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight)
     inputs = (qkv, f, b, gate, conv_weight, a_log, dt_bias, norm_weight, conv_state, state, read_slots, write_slots, lower_bound, eps)
-    if use_triton(backend, qkv):
+    if use_triton(backend, qkv, width):
         from kernels.kda_step_triton import launch
 
         return launch(*inputs)
@@ -90,9 +90,9 @@ def _reference(
     kept = []
     for s in range(steps):
         x, f_s, b_s, gate_s = (t.unflatten(0, (sequences, steps))[:, s] for t in (qkv, f, b, gate))
-        q, k, v = short_conv(x, conv_weight, conv_now, own, own, each).view(-1, 3, heads, width).unbind(1)
+        q, k, v = short_conv(x, conv_weight, conv_now, own, own, each, "torch").view(-1, 3, heads, width).unbind(1)
         o = kda_recurrent(q, k, v, kda_gate(f_s, a_log, dt_bias, lower_bound), torch.sigmoid(b_s.float()), now, own, own, each)
-        y[:, s] = gated_rms_norm(o, gate_s.unflatten(1, (heads, width)), norm_weight, eps).flatten(1).to(y.dtype)
+        y[:, s] = gated_rms_norm(o, gate_s.unflatten(1, (heads, width)), norm_weight, eps, "torch").flatten(1).to(y.dtype)
         kept.append((conv_now.clone(), now.clone()))
     for s, (conv_s, now_s) in enumerate(kept):
         wanted = write_slots[:, s] >= 0

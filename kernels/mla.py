@@ -6,20 +6,37 @@ Source: DeepSeek-V2 (arXiv 2405.04434) absorption; K3 keeps the shared key dims 
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
+from kernels.backend import Backend, use_triton
 from kernels.checks import check_device, check_shape
 
 QUERY_BLOCK = 256  # tokens whose scores are held at once
 
 
-def mla_decode(query: Tensor, latents: Tensor, page_tables: Tensor, lengths: Tensor, value_dim: int, scale: float) -> Tensor:
-    """One new token per sequence: query [N, heads, D], latents [pages, page_size, D] -> [N, heads, value_dim] fp32.
+def mla_decode(
+    query: Tensor,
+    latents: Tensor,
+    page_tables: Tensor,
+    lengths: Tensor,
+    value_dim: int,
+    scale: float,
+    backend: Backend = "auto",
+) -> Tensor:
+    """One new token per sequence: query [N, heads, D], latents [pages, page_size, D] -> [N, heads, value_dim].
+
+    fp32 from the reference, query's dtype from the kernel.
 
     Sequence i attends positions [0, lengths[i]) in the pages page_tables[i] ([N, P]); its own latent is already there.
     """
     _check(query, latents, page_tables, lengths=lengths)
+    if use_triton(backend, query, value_dim, query.shape[-1] - value_dim):
+        from kernels.mla_decode_triton import launch
+
+        return launch(query, latents, page_tables, lengths, value_dim, scale)
     keys, valid = _gather(latents, page_tables, lengths)
     scores = (query.float() @ keys.transpose(1, 2)) * scale  # [N, heads, S]
     p = torch.softmax(scores.masked_fill(~valid.unsqueeze(1), float("-inf")), -1)
@@ -54,6 +71,43 @@ def mla_prefill(
             future = torch.arange(seen, device=query.device) > position[:, None]
             p = torch.softmax(scores.masked_fill(future, float("-inf")), -1)
             out[begin:end] = torch.einsum("hts,sd->thd", p, keys[:seen, :value_dim])
+    return out
+
+
+def mla_prefill_expanded(
+    query: Tensor,
+    expanded: Tensor,
+    shared_key: Tensor,
+    cu_queries: Tensor,
+    cu_keys: Tensor,
+    nope: int,
+    scale: float,
+    backend: Backend = "auto",
+) -> Tensor:
+    """The same runs with keys and values expanded per head: a third of the arithmetic, for many tokens at once.
+
+    query [T, heads, nope + shared], expanded [S, heads, nope + value] (keys, then values), shared_key [S, shared] -> [T, heads, value].
+    cu_queries, cu_keys [N + 1]: sequence i has queries [cu_queries[i], cu_queries[i + 1]) and keys likewise, its queries being its last
+    positions. fp32 from the reference, query's dtype from the kernel.
+    """
+    heads, shared = query.shape[1], query.shape[2] - nope
+    check_shape("expanded", expanded, None, heads, None)
+    check_shape("shared_key", shared_key, expanded.shape[0], shared)
+    check_shape("cu_keys", cu_keys, cu_queries.shape[0])
+    check_device(query, expanded=expanded, shared_key=shared_key, cu_queries=cu_queries, cu_keys=cu_keys)
+    if use_triton(backend, query, nope, shared, expanded.shape[2] - nope):
+        from kernels.mla_prefill_triton import launch
+
+        return launch(query, expanded, shared_key, cu_queries, cu_keys, nope, scale)
+    out = torch.empty(*query.shape[:-1], expanded.shape[2] - nope, dtype=torch.float32, device=query.device)
+    queries, keys = cu_queries.tolist(), cu_keys.tolist()
+    for (begin, end), (first, last) in zip(pairwise(queries), pairwise(keys), strict=True):
+        key = torch.cat((expanded[first:last, :, :nope], shared_key[first:last, None].expand(-1, heads, -1)), -1).float()
+        scores = torch.einsum("thd,shd->hts", query[begin:end].float(), key) * scale
+        position = torch.arange(last - first - (end - begin), last - first, device=query.device)
+        future = torch.arange(last - first, device=query.device) > position[:, None]
+        p = torch.softmax(scores.masked_fill(future, float("-inf")), -1)
+        out[begin:end] = torch.einsum("hts,shd->thd", p, expanded[first:last, :, nope:].float())
     return out
 
 

@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.checks import check_device, check_shape
-
 LOG2_E = 1.4426950408889634
 PROGRAMS = 264  # enough to fill an H200 twice
 
@@ -91,7 +89,7 @@ def _merge(p_parts, p_lse, p_out, H: tl.constexpr, V: tl.constexpr, SPLITS: tl.c
     tl.store(p_out + (i_n * H + i_h) * V + o_v, (acc / tl.maximum(total, 1e-30)).to(p_out.dtype.element_ty))
 
 
-def mla_decode(
+def launch(
     query: Tensor,
     latents: Tensor,
     page_tables: Tensor,
@@ -103,29 +101,30 @@ def mla_decode(
     stages: int = 3,
     num_warps: int | None = None,
 ) -> Tensor:
-    """query [N, heads, D], latents [pages, page_size, D], page_tables [N, P], lengths [N] -> [N, heads, value_dim] in query's dtype.
+    """As `kernels.mla.mla_decode`, which has checked the shapes; in query's dtype. Raises `ValueError` for what this kernel does not cover.
 
     Lengths stay on the device: the number of splits follows from N, heads and the table's width. A length of 0 gives zeros.
     """
     sequences, heads, width = query.shape
-    check_shape("latents", latents, None, None, width)
-    check_shape("page_tables", page_tables, sequences, None)
-    check_shape("lengths", lengths, sequences)
-    check_device(query, latents=latents, page_tables=page_tables, lengths=lengths)
     rest = width - value_dim
     if value_dim & (value_dim - 1) or rest & (rest - 1) or rest < 16 or value_dim < 16:
         raise ValueError(f"query: width {width} with {value_dim} of value, expected powers of two from 16 for both parts")
+    if not sequences:
+        return query.new_empty(0, heads, value_dim)
     if query.stride(2) != 1 or not latents.is_contiguous() or page_tables.stride(1) != 1:
         raise ValueError("latents need contiguous memory, query and page_tables rows without gaps")
     page_size, capacity = latents.shape[1], page_tables.shape[1] * latents.shape[1]
+    if query.is_cuda and block is None:
+        from kernels import mla_decode_hopper as hopper
+
+        if hopper.fits(query, latents, value_dim):
+            splits = splits or hopper.splits_for(sequences, heads, capacity)
+            return _merged(*hopper.launch(query, latents, page_tables, lengths, value_dim, scale * LOG2_E, splits), query.dtype)
     bh, bs = block or ((16, 32) if heads <= 16 else (64, 64))
     num_warps = num_warps or (4 if bh <= 32 else 8)
     blocks = triton.cdiv(heads, bh)
     if splits is None:
         splits = max(1, min(PROGRAMS // max(1, sequences * blocks), triton.cdiv(capacity, 8 * bs), 128))
-    out = torch.empty(sequences, heads, value_dim, dtype=query.dtype, device=query.device)
-    if not sequences:
-        return out
     parts = torch.empty(sequences, splits, heads, value_dim, dtype=torch.float32, device=query.device)
     lse = torch.empty(sequences, splits, heads, dtype=torch.float32, device=query.device)
     _decode[(blocks, splits, sequences)](
@@ -150,5 +149,14 @@ def mla_decode(
         PRECISION="tf32x3" if query.dtype == torch.float32 else None,
         num_warps=num_warps,
     )
-    _merge[(heads, sequences)](parts, lse, out, H=heads, V=value_dim, SPLITS=splits, SP=triton.next_power_of_2(splits), num_warps=4)
+    return _merged(parts, lse, query.dtype)
+
+
+def _merged(parts: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
+    """Partial outputs [N, splits, heads, V], log2 sums [N, splits, heads] -> [N, heads, V]."""
+    sequences, splits, heads, value = parts.shape
+    if splits == 1 and parts.dtype == dtype:
+        return parts[:, 0]
+    out = torch.empty(sequences, heads, value, dtype=dtype, device=parts.device)
+    _merge[(heads, sequences)](parts, lse, out, H=heads, V=value, SPLITS=splits, SP=triton.next_power_of_2(splits), num_warps=4)
     return out

@@ -8,27 +8,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.backend import Backend, use_triton
 from kernels.checks import check_device, check_shape
 from kernels.mxfp4 import dequantise
 
 BLOCK_ELEMENTS = 1 << 22  # packed bytes of gate and up weights that are dequantised at once
 
 
-def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None, backend: Backend = "auto") -> Tensor:
     """[beta tanh(gate / beta) sigmoid(gate)] * [linear_beta tanh(up / linear_beta)], fp32 inside, in gate's dtype; any one shape."""
     check_shape("up", up, *gate.shape)
+    if gate.ndim == 2 and use_triton(backend, gate):
+        from kernels import rows_triton
+
+        return rows_triton.situ(gate, up, beta, linear_beta)
     g, u = gate.float(), up.float()
     if linear_beta is not None:
         u = linear_beta * torch.tanh(u / linear_beta)
     return (beta * torch.tanh(g / beta) * torch.sigmoid(g) * u).to(gate.dtype)
 
 
-def route(logits: Tensor, bias: Tensor, top_k: int, renormalise: bool, factor: float) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor, top_k: int, renormalise: bool, factor: float, backend: Backend = "torch") -> tuple[Tensor, Tensor]:
     """logits [T, E] fp32, bias [E] -> (ids [T, k] int32, weights [T, k] fp32).
 
     Selection by sigmoid(logits) + bias; weights from the sigmoid alone, divided by their sum when `renormalise`, times `factor`.
     """
     check_shape("bias", bias, logits.shape[-1])
+    if use_triton(backend, logits):
+        from kernels.route_triton import launch
+
+        return launch(logits, bias, top_k, renormalise, factor)
     scores = torch.sigmoid(logits.float())
     ids = torch.topk(scores + bias, top_k, dim=-1).indices
     weights = scores.gather(-1, ids)
@@ -75,7 +84,7 @@ def grouped_experts(
         pairs = order[(begins[block, None] + lane).masked_fill(~valid, 0)]
         hidden = x[pairs // top_k] @ dequantise(w13_packed[block], w13_scale[block], x.dtype).transpose(1, 2)  # [n, m, 2F]
         gate, up = hidden.chunk(2, -1)
-        hidden = situ(gate, up, beta, linear_beta)
+        hidden = situ(gate, up, beta, linear_beta, "torch")
         y = hidden @ dequantise(w2_packed[block], w2_scale[block], x.dtype).transpose(1, 2)
         contributions[pairs[valid]] = y[valid].float()
     # One place per (token, choice) and one fixed order of addition: the same on every device.

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.checks import check_shape
+FEW = 528  # tokens up to which one's rounds are the time: more warps for it
 
 
 @triton.jit
@@ -27,10 +27,11 @@ def _route(p_logits, p_bias, p_ids, p_weights, factor, E: tl.constexpr, EP: tl.c
     tl.store(p_weights + t * TOP_K + chosen - 1, score * factor, mask=chosen > 0)
 
 
-def route(logits: Tensor, bias: Tensor, top_k: int, renormalise: bool, factor: float, num_warps: int = 1) -> tuple[Tensor, Tensor]:
-    """logits [T, E] fp32, bias [E] fp32 -> (ids [T, k] int32, best first, weights [T, k] fp32)."""
+def launch(
+    logits: Tensor, bias: Tensor, top_k: int, renormalise: bool, factor: float, num_warps: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `kernels.moe.route`, which has checked the shapes: (ids [T, k] int32, best first, weights [T, k] fp32)."""
     tokens, experts = logits.shape
-    check_shape("bias", bias, experts)
     if not 0 < top_k <= experts or not logits.is_contiguous():
         raise ValueError(f"top_k: {top_k} of {experts} experts, logits contiguous: {logits.is_contiguous()}")
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
@@ -46,6 +47,6 @@ def route(logits: Tensor, bias: Tensor, top_k: int, renormalise: bool, factor: f
             EP=triton.next_power_of_2(experts),
             TOP_K=top_k,
             RENORMALISE=renormalise,
-            num_warps=num_warps,
+            num_warps=num_warps or (8 if tokens < FEW else 1),
         )
     return ids, weights

@@ -9,11 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.backend import Backend, use_triton
 from kernels.checks import check_device, check_shape
 
 
-def short_conv(x: Tensor, weight: Tensor, state: Tensor, read_slots: Tensor, write_slots: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """x [T, C], weight [C, 1, W] -> y [T, C] fp32; `state` [slots, W - 1, C] is read and written in place.
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor,
+    cu_seqlens: Tensor,
+    backend: Backend = "auto",
+) -> Tensor:
+    """x [T, C], weight [C, 1, W] -> y [T, C], fp32 (the kernel: x's dtype); `state` [slots, W - 1, C] is read and written in place.
 
     cu_seqlens [N + 1]: sequence i is x[cu_seqlens[i]:cu_seqlens[i+1]], at least one token; it starts from slot read_slots[i] (-1: zeros)
     and leaves its state in write_slots[i]. All reads happen before all writes; write slots are distinct.
@@ -26,6 +35,10 @@ def short_conv(x: Tensor, weight: Tensor, state: Tensor, read_slots: Tensor, wri
     check_shape("read_slots", read_slots, sequences)
     check_shape("write_slots", write_slots, sequences)
     check_device(x, weight=weight, state=state, read_slots=read_slots, write_slots=write_slots, cu_seqlens=cu_seqlens)
+    if use_triton(backend, x):
+        from kernels.short_conv_triton import launch
+
+        return launch(x, weight, state, read_slots, write_slots, cu_seqlens)
     past = state[read_slots.clamp(min=0)].masked_fill((read_slots < 0)[:, None, None], 0)  # [N, W - 1, C]
     if x.shape[0] == sequences:  # one token each
         window = torch.cat((past.to(x.dtype), x.unsqueeze(1)), 1)  # [N, W, C]

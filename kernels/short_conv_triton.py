@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.checks import check_device, check_shape
-
 
 @triton.jit
 def _input(p_x, p_state, t, begin, read, c, m, stride_x, stride_slot, C, W: tl.constexpr):
@@ -85,7 +83,7 @@ def _last_inputs(
     tl.store(p_state + write * stride_slot + o_w * C + c, x.to(p_state.dtype.element_ty), mask=m)
 
 
-def short_conv(
+def launch(
     x: Tensor,
     weight: Tensor,
     state: Tensor,
@@ -95,16 +93,11 @@ def short_conv(
     block: tuple[int, int] = (32, 1024),
     num_warps: int = 8,
 ) -> Tensor:
-    """x [T, C] (any row stride), weight [C, 1, W], state [slots, W - 1, C] updated in place -> y [T, C] in x's dtype.
+    """As `kernels.short_conv.short_conv`, which has checked the shapes; y is in x's dtype.
 
-    Slots as in the reference, but no sequence may write a slot that another one reads.
+    No sequence may write a slot that another one reads.
     """
     (tokens, channels), width, sequences = x.shape, weight.shape[-1], cu_seqlens.shape[0] - 1
-    check_shape("weight", weight, channels, 1, None)
-    check_shape("state", state, None, width - 1, channels)
-    check_shape("read_slots", read_slots, sequences)
-    check_shape("write_slots", write_slots, sequences)
-    check_device(x, weight=weight, state=state, read_slots=read_slots, write_slots=write_slots, cu_seqlens=cu_seqlens)
     if width != 4:
         raise ValueError(f"weight: {width} taps, expected 4")
     if x.stride(1) != 1 or not state[0].is_contiguous():

@@ -52,6 +52,7 @@ class Batch:
     num_decode: int  # leading rows of one token
     prefill_cu_seqlens: Tensor  # [R - num_decode + 1], from 0
     lengths: Tensor  # [R] tokens of each row after this step
+    prefill_lengths: tuple[int, ...]  # the same of the rows of more than one token, on the host
     page_tables: Tensor  # [R, P]; entries past a row's pages are 0 and masked
     latent_places: Tensor  # [T] page * page_size + offset: where each token's latent goes
     rounds: tuple[Round, ...]
@@ -88,6 +89,7 @@ def build_batch(segments: Sequence[Segment], counts: Sequence[int], page_size: i
         num_decode=num_decode,
         prefill_cu_seqlens=tensor([0, *accumulate(len(s.tokens) for s in segments[num_decode:])]),
         lengths=tensor([s.stop for s in segments]),
+        prefill_lengths=tuple(s.stop for s in segments[num_decode:]),
         page_tables=tensor([p for table in tables for p in table]).view(len(segments), width),
         latent_places=tensor(places),
         rounds=_rounds(segments, device),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.kda import kda_chunk, kda_gate, kda_recurrent
+from kernels.kda_prefill import kda_prefill
+from kernels.kda_step import kda_step
 from kernels.norms import gated_rms_norm
 from kernels.short_conv import short_conv
 from model.batch import Batch, Round
@@ -43,30 +44,30 @@ class KDA(nn.Module):
     def forward(self, x: Tensor, batch: Batch, state: Tensor, conv_state: Tensor) -> Tensor:
         """x [T, hidden]; state [slots, heads, K, V] and conv_state [slots, W - 1, q|k|v] of this layer, advanced in place."""
         qkv, gate, f_a, b = self.in_proj(x).split(self.splits, -1)
-        g = kda_gate(self.f_b_proj(f_a), self.A_log, self.dt_bias, self.lower_bound)
-        beta = torch.sigmoid(b.float())
-        o = torch.empty_like(g)
+        f = self.f_b_proj(f_a)
+        y = torch.empty_like(gate, memory_format=torch.contiguous_format)
         for now in batch.rounds:
             if now.tokens is None:
-                o = self._advance(qkv, g, beta, now, state, conv_state)
+                y = self._advance(qkv, f, b, gate, now, state, conv_state)
             else:
                 t = now.tokens
-                o[t] = self._advance(qkv[t], g[t], beta[t], now, state, conv_state)
-        y = gated_rms_norm(o, gate.view_as(o), self.o_norm.weight, self.o_norm.eps)
-        return self.mesh.sum_tp(self.o_proj(y.flatten(1))).to(x.dtype)
+                y[t] = self._advance(qkv[t], f[t], b[t], gate[t], now, state, conv_state)
+        return self.mesh.sum_tp(self.o_proj(y)).to(x.dtype)
 
-    def _advance(self, qkv: Tensor, g: Tensor, beta: Tensor, now: Round, state: Tensor, conv_state: Tensor) -> Tensor:
-        """One round of pieces -> o [T', heads, V] fp32; then the states that further slots asked for."""
-        qkv = short_conv(qkv, self.conv1d.weight, conv_state, now.read_slots, now.write_slots, now.cu_seqlens)
-        q, k, v = qkv.view(-1, 3, self.heads, self.head_dim).unbind(1)
-        n = now.num_decode
-        o = torch.empty_like(v)
-        for kernel, piece, first in ((kda_recurrent, slice(0, n), 0), (kda_chunk, slice(n, None), n)):
-            read, write = now.read_slots[piece], now.write_slots[piece]
-            if read.shape[0]:
-                bounds = now.cu_seqlens[first : first + read.shape[0] + 1] - first
-                o[piece] = kernel(q[piece], k[piece], v[piece], g[piece], beta[piece], state, read, write, bounds)
+    def _advance(self, qkv: Tensor, f: Tensor, b: Tensor, gate: Tensor, now: Round, state: Tensor, conv_state: Tensor) -> Tensor:
+        """One round of pieces -> normed and gated [T', heads * V]; then the states that further slots asked for."""
+        n, parts = now.num_decode, []
+        taps, norm = self.conv1d.weight, self.o_norm
+        if n:
+            rows, slots = (qkv[:n], f[:n], b[:n], gate[:n]), (now.read_slots[:n], now.write_slots[:n, None])
+            weights = (taps, self.A_log, self.dt_bias, norm.weight)
+            parts.append(kda_step(*rows, *weights, conv_state, state, *slots, self.lower_bound, norm.eps))
+        if n < now.read_slots.shape[0]:
+            slots, bounds = (now.read_slots[n:], now.write_slots[n:]), now.cu_seqlens[n:] - n
+            q, k, v = short_conv(qkv[n:], taps, conv_state, *slots, bounds).view(-1, 3, self.heads, self.head_dim).unbind(1)
+            o = kda_prefill(q, k, v, f[n:], b[n:], self.A_log, self.dt_bias, state, *slots, bounds, self.lower_bound)
+            parts.append(gated_rms_norm(o, gate[n:].unflatten(1, (self.heads, self.head_dim)), norm.weight, norm.eps).flatten(1))
         if now.copy_to is not None:
             state[now.copy_to] = state[now.copy_from]
             conv_state[now.copy_to] = conv_state[now.copy_from]
-        return o
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

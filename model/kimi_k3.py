@@ -39,13 +39,11 @@ class Layer(nn.Module):
             self.mlp = DenseMLP(config, mesh, dtype)
 
     def attend(self, x: Tensor, batch: Batch, pools: StatePools) -> Tensor:
-        x = self.input_layernorm(x)
         if isinstance(self.self_attn, KDA):
             return self.self_attn(x, batch, pools.kda[self.pool_index], pools.conv[self.pool_index])
         return self.self_attn(x, batch, pools.latents[self.pool_index])
 
     def feed_forward(self, x: Tensor, batch: Batch) -> Tensor:
-        x = self.post_attention_layernorm(x)
         return self.block_sparse_moe(x, batch.counts) if hasattr(self, "block_sparse_moe") else self.mlp(x)
 
 
@@ -61,26 +59,29 @@ class KimiK3(nn.Module):
         self.output_attn_res_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.output_attn_res_proj = Query(config.hidden_size, dtype)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.blocks = sum(l % config.attn_res_block_size == 0 for l in range(config.num_layers))
         self.lm_head = Head(config, mesh, dtype)
 
     def forward(self, batch: Batch, pools: StatePools) -> Tensor:
         """Advance every row of the batch -> logits [S, vocab] fp32 of the tokens in `batch.logits`; pools are updated in place."""
         run = self.embed_tokens(batch.ids)  # [T, hidden]: the running sum
-        blocks = run.new_empty(0, *run.shape)  # [n, T, hidden]: sealed block sums
+        added: Tensor | None = None  # the last sub-layer's output, not in `run` yet
+        blocks = run.new_empty(self.blocks, *run.shape)  # sealed block sums, the first n of them
+        n = 0
         for layer in self.layers:
             assert isinstance(layer, Layer)
             # The first layer of a block reads the finished sum once more and then seals it; block 0 is the embedding alone.
-            x = mix(blocks, run, layer.self_attention_res_norm, layer.self_attention_res_proj) if len(blocks) else run
-            attended = layer.attend(x, batch, pools)
+            x = mix(blocks[:n], run, added, layer.self_attention_res_norm, layer.self_attention_res_proj, layer.input_layernorm)
+            added = layer.attend(x, batch, pools)
             if layer.starts_block:
-                blocks = torch.cat((blocks, run.unsqueeze(0)))
-                run = attended
-            else:
-                run = run + attended
-            x = mix(blocks, run, layer.mlp_res_norm, layer.mlp_res_proj)
-            run = run + layer.feed_forward(x, batch)
+                blocks[n] = run
+                n += 1
+                run, added = added, None
+            x = mix(blocks[:n], run, added, layer.mlp_res_norm, layer.mlp_res_proj, layer.post_attention_layernorm)
+            added = layer.feed_forward(x, batch)
         if batch.logits.shape[0] == 0:
             return run.new_empty(0, self.config.vocab_size, dtype=torch.float32)
         wanted = batch.logits
-        x = mix(blocks[:, wanted], run[wanted], self.output_attn_res_norm, self.output_attn_res_proj)
-        return self.lm_head(self.norm(x))
+        last = None if added is None else added[wanted]
+        x = mix(blocks[:n, wanted], run[wanted], last, self.output_attn_res_norm, self.output_attn_res_proj, self.norm)
+        return self.lm_head(x)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.attn_res import attn_res
+from kernels.attn_res_norm import attn_res_norm
 from kernels.moe import situ
 from kernels.norms import rms_norm
 from model.config import ModelConfig
@@ -50,9 +50,12 @@ class Query(nn.Module):
         self.weight = parameter(1, width, dtype=dtype)
 
 
-def mix(blocks: Tensor, run: Tensor, norm: RMSNorm, query: Query) -> Tensor:
-    """Attention residual read: sealed block sums [n, T, hidden] and the running sum [T, hidden] -> [T, hidden]."""
-    return attn_res(blocks, run, norm.weight, query.weight, norm.eps)
+def mix(blocks: Tensor, run: Tensor, added: Tensor | None, norm: RMSNorm, query: Query, out_norm: RMSNorm) -> Tensor:
+    """What stands between two sub-layers: run += added in place, attention residual over sealed blocks [n, T, hidden] and run, RMSNorm.
+
+    run, added [T, hidden] -> [T, hidden]. Without sealed blocks the mix is run itself.
+    """
+    return attn_res_norm(blocks, run, added, norm.weight, query.weight, out_norm.weight, norm.eps)
 
 
 class MLP(nn.Module):

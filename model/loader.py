@@ -13,6 +13,7 @@ from engine.errors import CheckpointError, ConfigError
 from model.config import ModelConfig
 from model.feed import Arrived, Feed, Fill
 from model.kimi_k3 import KimiK3
+from model.moe import LatentMoE
 from model.parallel import Mesh
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16)  # both hold every bf16 value of the files: nothing is narrowed
@@ -47,10 +48,15 @@ def load(config: ModelConfig, mesh: Mesh, feed: Feed, *, device: torch.device | 
                 flying.append((event, arrived))
             else:
                 arrived.release()
-    for name, value in values.items():
+    for name in parameters:
+        value = values.pop(name)  # nobody else holds it: a layer that lays its weights out anew frees the old ones
         if filled[name] != value.numel():
             raise CheckpointError(f"parameter {name}: {filled[name]} of {value.numel()} values were given")
         _assign(model, name, value)
+    del value
+    for module in model.modules():
+        if isinstance(module, LatentMoE):
+            module.pack()
     return model.eval()
 
 

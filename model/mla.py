@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+
 import torch
 from torch import Tensor, nn
 
-from kernels.mla import mla_decode, mla_prefill
+from kernels.backend import use_triton
+from kernels.mla import mla_decode, mla_prefill, mla_prefill_expanded
+from kernels.norms import sigmoid_gate
 from model.batch import Batch
 from model.config import ModelConfig
 from model.layers import Linear, RMSNorm
 from model.parallel import Mesh
+
+EXPANDED = 1 << 30  # values of expanded keys and values that are held at once
 
 
 class MLA(nn.Module):
@@ -39,21 +47,40 @@ class MLA(nn.Module):
         q_a, kv_a, shared_key, gate = self.in_proj(x).split(self.splits, -1)
         latents.flatten(0, 1)[batch.latent_places] = torch.cat((self.kv_a_layernorm(kv_a), shared_key), -1).to(latents.dtype)
         q = self.q_b_proj(self.q_a_layernorm(q_a)).view(-1, self.heads, self.nope + self.rope)
-        expand = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent)
-        key, value = expand.split((self.nope, self.value), 1)
+        n, parts = batch.num_decode, []
+        if n:
+            mix = partial(mla_decode, page_tables=batch.page_tables[:n], lengths=batch.lengths[:n])
+            parts.append(self._absorbed(q[:n], latents, mix))
+        if n < batch.lengths.shape[0]:
+            tables, bounds = batch.page_tables[n:], batch.prefill_cu_seqlens
+            if use_triton("auto", q, self.nope, self.rope, self.value):
+                parts.append(self._expanded(q[n:], latents, tables, bounds, batch.prefill_lengths))
+            else:
+                mix = partial(mla_prefill, page_tables=tables, cu_seqlens=bounds, lengths=batch.lengths[n:])
+                parts.append(self._absorbed(q[n:], latents, mix))
+        y = parts[0] if len(parts) == 1 else torch.cat([*parts, q.new_empty(0, self.heads * self.value)])
+        return self.mesh.sum_tp(self.o_proj(sigmoid_gate(y.to(x.dtype), gate))).to(x.dtype)
+
+    def _absorbed(self, q: Tensor, latents: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """q [T, heads, nope + shared] against the latents themselves, the expansion moved into query and output -> [T, heads * value]."""
+        key, value = self.kv_b_proj.weight.view(self.heads, self.nope + self.value, self.latent).split((self.nope, self.value), 1)
         absorbed = torch.einsum("thn,hnc->thc", q[..., : self.nope], key)
         query = torch.cat((absorbed, q[..., self.nope :]), -1)  # [T, heads, latent + shared key]
-        mixed = self._attend(query, batch, latents).to(x.dtype)  # [T, heads, latent]
-        y = torch.einsum("thc,hvc->thv", mixed, value).flatten(1)
-        y = (y.float() * torch.sigmoid(gate.float())).to(x.dtype)
-        return self.mesh.sum_tp(self.o_proj(y)).to(x.dtype)
+        mixed = attend(query, latents, value_dim=self.latent, scale=self.scale).to(q.dtype)  # [T, heads, latent]
+        return torch.einsum("thc,hvc->thv", mixed, value).flatten(1)
 
-    def _attend(self, query: Tensor, batch: Batch, latents: Tensor) -> Tensor:
-        n = batch.num_decode
-        parts = []
-        if n:
-            parts.append(mla_decode(query[:n], latents, batch.page_tables[:n], batch.lengths[:n], self.latent, self.scale))
-        if n < batch.lengths.shape[0]:
-            tables, lengths = batch.page_tables[n:], batch.lengths[n:]
-            parts.append(mla_prefill(query[n:], latents, tables, batch.prefill_cu_seqlens, lengths, self.latent, self.scale))
-        return torch.cat(parts) if parts else query[..., : self.latent]
+    def _expanded(self, q: Tensor, latents: Tensor, tables: Tensor, cu_queries: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The same with keys and values expanded, for some heads at a time so that they fit EXPANDED values."""
+        size = latents.shape[1]
+        rows = [latents[tables[i, : -(-n // size)]].flatten(0, 1)[:n] for i, n in enumerate(lengths)]
+        context = rows[0] if len(rows) == 1 else torch.cat(rows)  # [S, latent + shared key]
+        cu_keys = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device=q.device)
+        each = self.nope + self.value
+        heads = max(1, min(self.heads, EXPANDED // (context.shape[0] * each)))
+        out = q.new_empty(q.shape[0], self.heads, self.value)
+        for first in range(0, self.heads, heads):
+            own = slice(first, first + heads)
+            weight = self.kv_b_proj.weight[first * each : (first + heads) * each]
+            expanded = nn.functional.linear(context[:, : self.latent], weight).unflatten(1, (-1, each))
+            out[:, own] = mla_prefill_expanded(q[:, own], expanded, context[:, self.latent :], cu_queries, cu_keys, self.nope, self.scale)
+        return out.flatten(1)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from kernels.backend import Backend, use_triton
+from kernels.experts import PackedExperts, pack_experts, packable, packed_experts
 from kernels.moe import grouped_experts, route
+from kernels.norms import rms_norm
 from model.config import MX_BLOCK, ModelConfig
 from model.layers import MLP, Linear, RMSNorm, parameter
 from model.parallel import Mesh
@@ -22,8 +25,13 @@ class Router(nn.Module):
         self.top_k, self.renormalise, self.factor = config.num_experts_per_token, config.moe_renormalize, config.routed_scaling_factor
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = nn.functional.linear(x.float(), self.weight.float())
-        return route(logits, self.e_score_correction_bias, self.top_k, self.renormalise, self.factor)
+        fused = use_triton("auto", x)
+        if fused:  # products of bf16 values are exact in fp32
+            logits = torch.mm(x, self.weight.T, out_dtype=torch.float32)
+        else:
+            logits = nn.functional.linear(x.float(), self.weight.float())
+        backend: Backend = "triton" if fused else "torch"
+        return route(logits, self.e_score_correction_bias, self.top_k, self.renormalise, self.factor, backend)
 
 
 class LatentMoE(nn.Module):
@@ -45,25 +53,42 @@ class LatentMoE(nn.Module):
         self.routed_expert_up_proj = Linear(self.columns[1] - self.columns[0], config.hidden_size, dtype)
         self.shared_experts = MLP(config, config.shared_intermediate_size, mesh, dtype)
         self.beta, self.linear_beta = config.situ_beta, config.situ_linear_beta
+        self.num_experts = config.num_experts
+        self.packed = False
         self.mesh = mesh
+
+    def pack(self) -> None:
+        """Lays the experts out for the kernel where that runs, in place of the checkpoint's layout. Once, after the weights are there."""
+        if self.w13_packed.is_cuda and self.routed_expert_norm.weight.dtype == torch.bfloat16 and packable(self.w13_packed, self.w2_packed):
+            self._lay_out("w13", gated=True)
+            self._lay_out("w2", gated=False)
+            self.packed = True
+
+    def _lay_out(self, name: str, *, gated: bool) -> None:
+        stored = self.get_parameter(f"{name}_packed"), self.get_parameter(f"{name}_scale")
+        laid = pack_experts(*stored, gated)
+        delattr(self, f"{name}_packed")
+        delattr(self, f"{name}_scale")
+        self.register_parameter(f"{name}_codes", nn.Parameter(laid.codes, requires_grad=False))
+        self.register_parameter(f"{name}_scales", nn.Parameter(laid.scales, requires_grad=False))
 
     def forward(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
         """x [own tokens, hidden]; counts: tokens of every data-parallel group -> [own tokens, hidden]."""
         ids, weights = self.gate(x)
         z, ids, weights = self.mesh.gather_groups((self.routed_expert_down_proj(x), ids, weights), counts)
-        partial = grouped_experts(
-            z,
-            ids,
-            weights,
-            self.w13_packed,
-            self.w13_scale,
-            self.w2_packed,
-            self.w2_scale,
-            self.first_expert,
-            self.beta,
-            self.linear_beta,
-        )
         # The sum over ranks comes before the norm: the norm is of the combined latent.
-        y = self.routed_expert_norm(self.mesh.sum_experts(partial, counts)).to(x.dtype)
-        y = self.routed_expert_up_proj(y[:, slice(*self.columns)]).float() + self.shared_experts.partial(x).float()
-        return self.mesh.sum_tp(y).to(x.dtype)
+        combined = self.mesh.sum_experts(self._experts(z, ids, weights), counts)
+        norm = self.routed_expert_norm
+        y = rms_norm(combined, norm.weight, norm.eps, "triton" if use_triton("auto", x) else "torch", x.dtype)
+        y, shared = self.routed_expert_up_proj(y[:, slice(*self.columns)]), self.shared_experts.partial(x)
+        if self.mesh.tp == 1:
+            return y + shared
+        return self.mesh.sum_tp(y.float() + shared.float()).to(x.dtype)
+
+    def _experts(self, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """This rank's addend [T, latent], fp32."""
+        if self.packed:
+            w13, w2 = (PackedExperts(self.get_parameter(f"{n}_codes"), self.get_parameter(f"{n}_scales")) for n in ("w13", "w2"))
+            return packed_experts(z, ids, weights, w13, w2, self.first_expert, self.num_experts, self.beta, self.linear_beta)
+        stored = (self.w13_packed, self.w13_scale, self.w2_packed, self.w2_scale)
+        return grouped_experts(z, ids, weights, *stored, self.first_expert, self.beta, self.linear_beta)

@@ -68,9 +68,11 @@ class Mesh:
         return Shard(tp_rank=self.tp_rank, tp_size=self.tp, ep_rank=self.rank, ep_size=self.world)
 
     def sum_tp(self, x: Tensor) -> Tensor:
-        """Sum of every TP rank's `x` (same shape on each), added in fp32 in rank order -> fp32."""
+        """Sum of every TP rank's `x` (same shape on each), added in fp32 in rank order -> fp32; `x` itself when there is one rank."""
+        if self.tp == 1:
+            return x
         x = x.float()
-        if self.tp == 1 or x.numel() == 0:
+        if x.numel() == 0:
             return x
         if x.numel() <= DIRECT_SUM:
             parts = x.new_empty(self.tp, *x.shape)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import mla, moe, short_conv
+from kernels import mla, moe, norms, short_conv
 from kernels.attn_res_norm import attn_res_norm
 from kernels.testing import fenced, poisoned, relative_error
 
@@ -41,7 +41,7 @@ def test_attn_res_norm_k3(generator: torch.Generator, tokens: int) -> None:
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(3, 24, 4), (1, 16, 1), pytest.param(300, 896, 16, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_route(generator: torch.Generator, tokens: int, experts: int, top_k: int, renormalise: bool) -> None:
-    from kernels.route_triton import route
+    from kernels.route_triton import launch as route
 
     logits, bias = random(generator, tokens, experts), random(generator, experts) * 0.1
     ids, weights = route(logits, bias, top_k, renormalise, 2.5)
@@ -62,7 +62,7 @@ def test_short_conv(generator: torch.Generator, lengths: list[int], channels: in
     weight, state = random(generator, channels, 1, 4), random(generator, 2 * sequences, 3, channels)
     read, write = torch.arange(sequences, device=device) - 1, torch.arange(sequences, device=device) + sequences
     states = [state.clone(), state.clone()]
-    y = short_conv_triton.short_conv(x, weight, states[0], read, write, ends)
+    y = short_conv_triton.launch(x, weight, states[0], read, write, ends)
     assert relative_error(y, short_conv.short_conv(x, weight, states[1], read, write, ends)) < 2e-6
     assert torch.equal(*states)
 
@@ -77,7 +77,7 @@ def check_mla(generator: torch.Generator, lengths: list[int], heads: int, value:
         for s in range(0, n, page):
             rows = min(page, n - s)
             latents[tables[i, s // page], :rows] = random(generator, rows, value + rest, dtype=dtype)
-    from kernels.mla_decode_triton import mla_decode
+    from kernels.mla_decode_triton import launch as mla_decode
 
     query, at = random(generator, len(lengths), heads, value + rest, dtype=dtype), torch.tensor(lengths, device=device)
     result = mla_decode(query, latents, tables, at, value, 0.1)
@@ -94,3 +94,31 @@ def test_mla_decode(generator: torch.Generator) -> None:
 @pytest.mark.parametrize("heads", [12, 96])
 def test_mla_decode_k3(generator: torch.Generator, heads: int) -> None:
     assert check_mla(generator, [1, 63, 64, 65, 1000, 4097], heads, 512, 64, 64, torch.bfloat16) < 4e-3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "dtype", "limit"),
+    [(3, 48, torch.float32, 2e-6), pytest.param(65, 3584, torch.bfloat16, 4e-3, marks=pytest.mark.gpu)],
+)
+def test_rows(generator: torch.Generator, tokens: int, width: int, dtype: torch.dtype, limit: float) -> None:
+    x, y = random(generator, tokens, 2 * width, dtype=dtype).chunk(2, -1)
+    weight = random(generator, width)
+    calls = (
+        lambda backend: norms.rms_norm(x, weight, 1e-5, backend),
+        lambda backend: norms.sigmoid_gate(x, 20 * y, backend),
+        lambda backend: moe.situ(20 * x, y, 4.0, 25.0, backend),
+        lambda backend: moe.situ(x, y, 4.0, None, backend),
+    )
+    for call in calls:
+        assert relative_error(call("triton"), call("torch")) < limit
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "width", "dtype", "limit"),
+    [(3, 5, 16, torch.float32, 2e-6), pytest.param(65, 96, 128, torch.bfloat16, 4e-3, marks=pytest.mark.gpu)],
+)
+def test_gated_heads(generator: torch.Generator, tokens: int, heads: int, width: int, dtype: torch.dtype, limit: float) -> None:
+    x, weight = random(generator, tokens, heads, width, dtype=dtype), random(generator, width)
+    gate = random(generator, tokens, heads * width + 8, dtype=dtype)[:, 8:].unflatten(1, (heads, width))
+    results = [norms.gated_rms_norm(x, gate, weight, 1e-5, backend) for backend in ("triton", "torch")]
+    assert relative_error(*results) < limit

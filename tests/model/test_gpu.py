@@ -11,6 +11,9 @@ import torch
 from deployments.load import build_runner
 from engine.plan import Output, StepResult
 from engine.types import SamplingParams
+from kernels.testing import relative_error
+from model.checkpoint import write_random_checkpoint
+from model.config import ModelConfig
 from model.parallel import Mesh
 from model.sampler import Draw, sample, uniform
 from tests.model.golden import LOGITS_TOLERANCE, SETS, Golden, golden
@@ -49,6 +52,50 @@ def assert_reference(results: list[StepResult], name: str, groups: int) -> None:
 @pytest.mark.parametrize("name", SETS)
 def test_one_device(name: str) -> None:
     assert_reference(play(Mesh.single(), name), name, 1)
+
+
+K3_WIDTHS = ModelConfig.tiny(  # few layers and experts, but K3's own widths wherever a kernel holds one whole
+    hidden_size=1024,
+    num_layers=5,
+    kda_layers=(0, 1, 2, 4),
+    kda_heads=12,
+    kda_head_dim=128,
+    mla_heads=12,
+    q_lora_rank=256,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    intermediate_size=1024,
+    num_experts=48,
+    num_experts_per_token=8,
+    moe_intermediate_size=256,
+    routed_expert_hidden_size=512,
+)
+
+
+def scored(model: Path, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """Logits of 150 prompt tokens in chunks, with a checkpoint on the way, beside a row that decodes and one that comes in one piece."""
+    planner = Planner()
+    ids = torch.randint(0, 700, (400,), generator=torch.Generator().manual_seed(5)).tolist()
+    first, other, third = planner.add(ids[:150]), planner.add(ids[150:222]), planner.add(ids[222:])
+    planner.consume_all(other, 71, Output.LOGITS)
+    for i, count in enumerate((64, 1, 85)):
+        planner.consume(first, count, Output.LOGITS, checkpoints=((100, planner.slot()),) if count == 85 else ())
+        if i == 1:
+            planner.consume_all(third, len(ids) - 222, Output.LOGITS)
+        planner.flush()
+    runner = build_runner(model, Mesh.single(), device=device, dtype=dtype, page_size=16, num_pages=60, num_slots=8)
+    results = [runner.run(plan) for plan in planner.plans]
+    return torch.cat([logits_of(results, row, runner.model.config.vocab_size) for row in (first, other, third)])
+
+
+def test_the_kernels_are_as_near_to_fp32_as_bf16_on_the_cpu(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, K3_WIDTHS, 3)
+    exact = scored(tmp_path, "cpu", torch.float32)
+    error = {device: relative_error(scored(tmp_path, device, torch.bfloat16), exact) for device in ("cpu", "cuda")}
+    torch.testing.assert_close(scored(tmp_path, "cuda", torch.float32), exact, atol=LOGITS_TOLERANCE, rtol=0)
+    assert error["cuda"] < 1.3 * error["cpu"] < 0.5  # in bf16 some tokens go to other experts than in fp32, wherever it runs
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
