@@ -22,6 +22,9 @@ from kernels.attn_res_norm import attn_res_norm
 from kernels.experts import PackedExperts, packed_experts
 from kernels.kda_prefill import kda_prefill
 from kernels.kda_step import kda_step
+from kernels.layers import copy_layers
+from kernels.linear import linear
+from kernels.mla import mla_prefill_expanded
 from kernels.testing import time_graph
 
 WIDTH, HIDDEN, LATENT, INNER, EXPERTS, TOP_K = 128, 7168, 3584, 3072, 896, 16
@@ -169,6 +172,22 @@ def attention(rates: Rates, _peers: bool) -> Iterator[Row]:
         yield Row(work=work, ours=ours, unit="ms", floor=floor, target=target or 1.3 * floor)
 
 
+def attention_prefill(rates: Rates, _peers: bool) -> Iterator[Row]:
+    """Causal, 8192 tokens, keys and values expanded. Peer: cuDNN through torch, whose keys must be laid out whole first (not timed)."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    tokens, heads, scale = 8192, 96, 192**-0.5
+    query, expanded, shared = random(tokens, heads, 192), random(tokens, heads, 256), random(tokens, 64)
+    ends = torch.tensor([0, tokens], device="cuda")
+    floor = rates.floor(query.nbytes + expanded.nbytes, tokens * tokens * heads * (192 + 128))
+    ours = time(lambda: mla_prefill_expanded(query, expanded, shared, ends, ends, 128, scale))
+    key = torch.cat((expanded[..., :128], shared[:, None].expand(-1, heads, -1)), -1)
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, expanded[..., 128:]))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        theirs = time(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale))
+    yield Row(work="MLA prefill 8192, 96 heads", ours=ours, unit="ms", floor=floor, target=1.3 * 2.75, peers={"cuDNN": theirs})
+
+
 def between(rates: Rates, _peers: bool) -> Iterator[Row]:
     from kernels.route_triton import launch as route
     from kernels.short_conv_triton import launch as short_conv
@@ -196,20 +215,26 @@ def between(rates: Rates, _peers: bool) -> Iterator[Row]:
     pool = random(69, 3, 96, WIDTH, WIDTH, dtype=torch.float32)
     bundle = torch.empty(69, 96, WIDTH, WIDTH, device="cuda")
     floor = rates.floor(2 * bundle.nbytes)
-    yield Row(
-        work="export of one state, 69 layers (copy_)",
-        ours=time(lambda: bundle.copy_(pool[:, 1])),
-        unit="ms",
-        floor=floor,
-        target=floor / 0.9,
-    )
-    yield Row(
-        work="import of one state, 69 layers (copy_)",
-        ours=time(lambda: pool[:, 1].copy_(bundle)),
-        unit="ms",
-        floor=floor,
-        target=floor / 0.9,
-    )
+    slot = pool[:, 1]
+    for work, source, target in (("export", slot, bundle), ("import", bundle, slot)):
+        ours = time(lambda a=source, b=target: copy_layers(a, b))
+        theirs = time(lambda a=source, b=target: b.copy_(a))
+        yield Row(work=f"{work} of one state, 69 layers", ours=ours, unit="ms", floor=floor, target=floor / 0.9, peers={"torch": theirs})
+
+
+def one_row(rates: Rates, _peers: bool) -> Iterator[Row]:
+    """The products of one decoded token, each over weights that are not in the L2."""
+    for name, outputs, inputs in (
+        ("KDA in", 49_376, HIDDEN),
+        ("KDA out", HIDDEN, 12_288),
+        ("latent down", LATENT, HIDDEN),
+        ("dense up", 67_584, HIDDEN),
+    ):
+        weights = [random(outputs, inputs) for _ in range(4)]
+        x, floor = random(1, inputs), rates.floor(weights[0].nbytes)
+        ours = time(lambda x=x, w=weights: [linear(x, m) for m in w]) / 4
+        theirs = time(lambda x=x, w=weights: [torch.nn.functional.linear(x, m) for m in w]) / 4
+        yield Row(work=f"one row, {name}", ours=ours, unit="ms", floor=floor, target=theirs, peers={"cuBLAS": theirs})
 
 
 PARTS: dict[str, Callable[[Rates, bool], Iterator[Row]]] = {
@@ -217,7 +242,9 @@ PARTS: dict[str, Callable[[Rates, bool], Iterator[Row]]] = {
     "decode": decode,
     "experts": experts,
     "attention": attention,
+    "attention-prefill": attention_prefill,
     "between": between,
+    "one-row": one_row,
 }
 
 

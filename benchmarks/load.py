@@ -1,10 +1,13 @@
 """How fast weights come in, from a disk, the page cache and an S3 server, against plain ways to read them; and what memory each takes.
 
+    python -m benchmarks.load [--device cuda]
+
 Floor: the same ranges by as many threads, thrown away. Each measurement is a process of its own; ways take turns, the best round counts.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -21,8 +24,8 @@ from cluster.weight_plan import plan_node
 from cluster.weight_reader import LoadSettings, sole_reader
 from model.config import ModelConfig
 
-CONFIG = ModelConfig.tiny(
-    num_experts=320, hidden_size=1024, routed_expert_hidden_size=1024, moe_intermediate_size=512, intermediate_size=2048, vocab_size=8192
+CONFIG = ModelConfig.tiny(  # 2 GB in tensors of megabytes, as the released ones are
+    num_experts=40, hidden_size=2048, routed_expert_hidden_size=2048, moe_intermediate_size=2048, intermediate_size=4096, vocab_size=16384
 )
 ROUNDS = 3
 BUCKET = "weights"
@@ -60,17 +63,19 @@ server.serve_forever()
 """  # S3's GET and HEAD over a folder, by sendfile: moto copies the whole object for each range, 60 MB/s whoever asks
 
 
-def ours(checkpoint: Checkpoint) -> None:
-    """Into the model's parameters, in host memory."""
+def ours(checkpoint: Checkpoint, device: str) -> None:
+    """Into the model's parameters, in the memory of the device."""
     import torch
 
     from model.loader import load
     from model.parallel import Mesh
 
-    load(checkpoint.config, Mesh.single(), sole_reader(checkpoint, SETTINGS), device="cpu", dtype=torch.bfloat16)
+    load(checkpoint.config, Mesh.single(), sole_reader(checkpoint, SETTINGS), device=device, dtype=torch.bfloat16)
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
-def floor(checkpoint: Checkpoint) -> None:
+def floor(checkpoint: Checkpoint, device: str) -> None:
     """The same ranges, thrown away; into as many buffers as there are threads."""
     plan = plan_node(checkpoint, [0], tp=1, shards=1, block_bytes=SETTINGS.block_bytes)
     source = checkpoint.open(connections=SETTINGS.threads)
@@ -94,7 +99,7 @@ def floor(checkpoint: Checkpoint) -> None:
         list(pool.map(read, range(len(plan.ranges))))
 
 
-def whole_files(checkpoint: Checkpoint) -> None:
+def whole_files(checkpoint: Checkpoint, device: str) -> None:
     """`boto3.download_file`, then safetensors; on disk safetensors alone."""
     from safetensors import safe_open
 
@@ -105,11 +110,11 @@ def whole_files(checkpoint: Checkpoint) -> None:
                 key, path = path.removeprefix(f"s3://{BUCKET}/"), f"{folder}/{file.name}"
                 _client(checkpoint.endpoint_url).download_file(BUCKET, key, path)  # type: ignore[attr-defined]
             with safe_open(path, framework="pt") as f:
-                kept = [f.get_tensor(name).clone() for name in f.keys()]  # noqa: SIM118
+                kept = [f.get_tensor(name).clone().to(device) for name in f.keys()]  # noqa: SIM118
             del kept
 
 
-def runai(checkpoint: Checkpoint) -> None:
+def runai(checkpoint: Checkpoint, device: str) -> None:
     from runai_model_streamer import SafetensorsStreamer
 
     if checkpoint.endpoint_url is not None:
@@ -119,15 +124,15 @@ def runai(checkpoint: Checkpoint) -> None:
     with SafetensorsStreamer() as streamer:
         streamer.stream_files([source.where(file.name) for file in checkpoint.files])
         for _, tensor in streamer.get_tensors():
-            tensor.clone()
+            tensor.clone().to(device)
 
 
-WAYS: dict[str, Callable[[Checkpoint], None]] = {"ours": ours, "floor": floor, "download + safetensors": whole_files, "runai": runai}
+WAYS: dict[str, Callable[[Checkpoint, str], None]] = {"ours": ours, "floor": floor, "download + safetensors": whole_files, "runai": runai}
 
 
-def measure(way: str, url: str, endpoint: str | None) -> tuple[float, float] | None:
+def measure(way: str, url: str, endpoint: str | None, device: str) -> tuple[float, float] | None:
     """(GB/s, peak GB of the process above what it was before), in a process of its own; None: it failed."""
-    words = [sys.executable, "-m", "benchmarks.load", way, url, *([endpoint] if endpoint else [])]
+    words = [sys.executable, "-m", "benchmarks.load", "--device", device, "--child", way, url, *([endpoint] if endpoint else [])]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         print(f"{way} from {url}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
@@ -136,13 +141,14 @@ def measure(way: str, url: str, endpoint: str | None) -> tuple[float, float] | N
     return result["rate"], result["peak"]
 
 
-def child(way: str, url: str, endpoint: str | None) -> None:
+def child(way: str, url: str, endpoint: str | None, device: str) -> None:
     import torch  # counted before
 
     torch.set_num_threads(1)
+    torch.empty(1, device=device)
     checkpoint = read_checkpoint(url, endpoint)
     before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-    WAYS[way](checkpoint)
+    WAYS[way](checkpoint, device)
     seconds = time.perf_counter() - begin
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     print(json.dumps({"rate": sum(file.size for file in checkpoint.files) / seconds / 1e9, "peak": peak / 1e9}))
@@ -155,7 +161,7 @@ def _client(endpoint: str) -> object:
     return boto3.client("s3", endpoint_url=endpoint, config=Config(max_pool_connections=SETTINGS.threads))
 
 
-def main() -> None:
+def compare(device: str) -> None:
     from model.checkpoint import write_random_checkpoint
 
     os.environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -174,7 +180,7 @@ def main() -> None:
                     for way in WAYS:
                         if place == "disk":
                             _forget(folder)
-                        if (found := measure(way, url, where)) is not None:
+                        if (found := measure(way, url, where, device)) is not None:
                             rates[way].append(found)
                 best = {way: max(rate for rate, _ in seen) for way, seen in rates.items() if seen}
                 peaks = {way: max(peak for _, peak in seen) for way, seen in rates.items() if seen}
@@ -186,7 +192,12 @@ def main() -> None:
         f"{size / 1e9:.2f} GB, {SETTINGS.threads} threads, {SETTINGS.buffer_bytes >> 20} MiB of buffers; best of {ROUNDS} rounds; peak "
         "above the process at rest: ours holds the model when done, the floor nothing, the others a file's tensors or one tensor at a time"
     )
-    publish("load", rows, packages=("torch", "boto3", "safetensors", "moto", "runai-model-streamer"), notes=notes)
+    publish(
+        "load" if device == "cpu" else f"load_{device}",
+        rows,
+        packages=("torch", "boto3", "safetensors", "moto", "runai-model-streamer"),
+        notes=notes,
+    )
 
 
 def _forget(folder: str) -> None:
@@ -203,8 +214,17 @@ def _row(work: str, unit: str, values: dict[str, float], target: float | None) -
     return Row(work=work, ours=values["ours"], floor=values["floor"], target=target, unit=unit, peers=peers)
 
 
-if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        child(sys.argv[1], sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--child", nargs="+", metavar=("WAY", "URL"), help="one measurement, in this process")
+    args = parser.parse_args()
+    if args.child:
+        way, url, *endpoint = args.child
+        child(way, url, endpoint[0] if endpoint else None, args.device)
     else:
-        main()
+        compare(args.device)
+
+
+if __name__ == "__main__":
+    main()

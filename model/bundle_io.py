@@ -12,12 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.layers import copy_layers
 from model.state import StatePools
 
 
 def export_recurrent(pools: StatePools, slot: int) -> dict[str, np.ndarray]:
     """The local heads' state of one slot: `kda` [layers, heads, K, V] and `conv` [layers, 3 (q, k, v), heads, K, taps - 1]."""
-    return {"kda": _to_numpy(pools.kda[:, slot]), "conv": _to_numpy(_conv_by_head(pools, slot))}
+    kda = torch.empty_like(pools.kda[:, slot], memory_format=torch.contiguous_format)
+    copy_layers(pools.kda[:, slot], kda)
+    return {"kda": _to_numpy(kda) if kda.is_cuda else kda.numpy(), "conv": _to_numpy(_conv_by_head(pools, slot))}
 
 
 def export_latents(pools: StatePools, pages: Sequence[int], start: int, stop: int) -> dict[str, np.ndarray]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.attn_res_norm import attn_res_norm
+from kernels.linear import linear
 from kernels.moe import situ
 from kernels.norms import rms_norm
 from model.config import ModelConfig
@@ -29,7 +30,7 @@ class Linear(nn.Module):
         self.weight = parameter(outputs, inputs, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight)
+        return linear(x, self.weight)
 
 
 class RMSNorm(nn.Module):
@@ -112,4 +113,4 @@ class Head(nn.Module):
         self.mesh = mesh
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.mesh.gather_tp(nn.functional.linear(hidden, self.weight).float(), self.sizes)
+        return self.mesh.gather_tp(linear(hidden, self.weight).float(), self.sizes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.layers import copy_layers
 from model.config import ModelConfig
 
 
@@ -42,8 +43,8 @@ class StatePools:
         return self.latents.shape[2]
 
     def copy_slot(self, src: int, dst: int) -> None:
-        self.kda[:, dst] = self.kda[:, src]
-        self.conv[:, dst] = self.conv[:, src]
+        copy_layers(self.kda[:, src], self.kda[:, dst])
+        copy_layers(self.conv[:, src], self.conv[:, dst])
 
     def copy_page(self, src: int, dst: int) -> None:
-        self.latents[:, dst] = self.latents[:, src]
+        copy_layers(self.latents[:, src], self.latents[:, dst])

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from kernels import mla, moe, norms, short_conv
 from kernels.attn_res_norm import attn_res_norm
+from kernels.layers import copy_layers
+from kernels.linear import linear
 from kernels.testing import fenced, poisoned, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinities that are masked
@@ -122,3 +124,25 @@ def test_gated_heads(generator: torch.Generator, tokens: int, heads: int, width:
     gate = random(generator, tokens, heads * width + 8, dtype=dtype)[:, 8:].unflatten(1, (heads, width))
     results = [norms.gated_rms_norm(x, gate, weight, 1e-5, backend) for backend in ("triton", "torch")]
     assert relative_error(*results) < limit
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "dtype", "limit"),
+    [(7, 48, torch.float32, 2e-6), pytest.param(3584, 7168, torch.bfloat16, 4e-3, marks=pytest.mark.gpu)],
+)
+def test_one_row(generator: torch.Generator, outputs: int, inputs: int, dtype: torch.dtype, limit: float) -> None:
+    x, weight = random(generator, 1, inputs, dtype=dtype), random(generator, outputs, inputs, dtype=dtype)
+    assert relative_error(linear(x, weight, "triton"), x.double() @ weight.double().T) < limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copy_layers(generator: torch.Generator, dtype: torch.dtype) -> None:
+    pool = torch.randn(3, 4, 5, 7, generator=generator, device=generator.device).to(dtype)
+    before, out = pool.clone(), poisoned(3, 5, 7, dtype=dtype, device=generator.device)
+    copy_layers(pool[:, 1], out, "triton")
+    assert torch.equal(out, before[:, 1])
+    copy_layers(out, pool[:, 3], "triton")
+    copy_layers(pool[:, 2], pool[:, 0], "triton")
+    assert torch.equal(pool, before[:, [2, 1, 2, 1]])
+    with pytest.raises(ValueError, match="contiguous layers"):
+        copy_layers(pool[:, 1].transpose(1, 2), out.transpose(1, 2), "triton")

@@ -67,8 +67,8 @@ K3_WIDTHS = ModelConfig.tiny(  # few layers and experts, but K3's own widths whe
     qk_rope_head_dim=64,
     v_head_dim=128,
     intermediate_size=1024,
-    num_experts=48,
-    num_experts_per_token=8,
+    num_experts=16,
+    num_experts_per_token=4,
     moe_intermediate_size=256,
     routed_expert_hidden_size=512,
 )
