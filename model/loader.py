@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +21,8 @@ from model.parallel import Mesh
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16)  # both hold every bf16 value of the files: nothing is narrowed
 STORED_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "U8": torch.uint8}
-IN_FLIGHT = 4  # blocks being copied to the device while the next is prepared
+IN_FLIGHT = 4  # blocks being copied to their place while the next is prepared
+COPYING_THREADS = 2
 
 
 def load(config: ModelConfig, mesh: Mesh, feed: Feed, *, device: torch.device | str, dtype: torch.dtype) -> KimiK3:
@@ -31,23 +35,21 @@ def load(config: ModelConfig, mesh: Mesh, feed: Feed, *, device: torch.device | 
     parameters = dict(model.named_parameters())
     values = {name: torch.empty(p.shape, dtype=p.dtype, device=device) for name, p in parameters.items()}
     filled = dict.fromkeys(values, 0)
-    with _pinned(feed.memory(), torch.device(device)):
-        flying: deque[tuple[torch.cuda.Event, Arrived]] = deque()
+    with _pinned(feed.memory(), torch.device(device)), _copier(torch.device(device)) as copier:
+        flying: deque[tuple[Copying, Arrived]] = deque()
         for arrived in feed.arrivals():
-            while flying and (arrived is None or len(flying) >= IN_FLIGHT or flying[0][0].query()):
-                _land(flying)
+            while flying and (arrived is None or len(flying) >= IN_FLIGHT or flying[0][0].ready()):
+                copying, landed = flying.popleft()
+                copying.wait()
+                landed.release()
             if arrived is None:
                 continue
+            work = []
             for fill in arrived.block.fills:
                 source = _rows(arrived.data, fill)
-                _copy(values[fill.piece.parameter], fill, source)
+                work.append((_place(values[fill.piece.parameter], fill, source), source))
                 filled[fill.piece.parameter] += source.numel()
-            if torch.device(device).type == "cuda":
-                event = torch.cuda.Event()
-                event.record()
-                flying.append((event, arrived))
-            else:
-                arrived.release()
+            flying.append((copier(work), arrived))
     for name in parameters:
         value = values.pop(name)  # nobody else holds it: a layer that lays its weights out anew frees the old ones
         if filled[name] != value.numel():
@@ -76,7 +78,8 @@ def _rows(data: memoryview, fill: Fill) -> Tensor:
     return rows if piece.dim in (None, 0) else rows.narrow(piece.dim, piece.start, piece.stop - piece.start)
 
 
-def _copy(parameter: Tensor, fill: Fill, source: Tensor) -> None:
+def _place(parameter: Tensor, fill: Fill, source: Tensor) -> Tensor:
+    """Where these rows belong, as a view of the parameter. Raises `CheckpointError` when they do not fit."""
     piece = fill.piece
     target = parameter if piece.expert is None else parameter[piece.expert]
     offset = piece.offset + fill.first - (piece.start if piece.dim == 0 else 0)
@@ -85,15 +88,63 @@ def _copy(parameter: Tensor, fill: Fill, source: Tensor) -> None:
         raise CheckpointError(
             f"tensor {piece.name}: {source.dtype} {list(source.shape)} does not fit {rows.dtype} {list(rows.shape)} of {piece.parameter}"
         )
-    if rows.device.type == "cuda" and rows.dtype != source.dtype:
-        source = source.to(rows.device, non_blocking=True)  # widened there
-    rows.copy_(source, non_blocking=True)
+    return rows
 
 
-def _land(flying: deque[tuple[torch.cuda.Event, Arrived]]) -> None:
-    event, arrived = flying.popleft()
-    event.synchronize()
-    arrived.release()
+class Copying(Protocol):
+    """One block's copies, under way."""
+
+    def ready(self) -> bool: ...
+    def wait(self) -> None: ...
+
+
+Copier = Callable[[Sequence[tuple[Tensor, Tensor]]], Copying]  # (target, source) of one block
+
+
+@contextmanager
+def _copier(device: torch.device) -> Iterator[Copier]:
+    """On a GPU copies are enqueued and an event tells their end; into host memory threads do them, since writing fresh pages is slow."""
+    if device.type == "cuda":
+        yield _enqueued
+        return
+    with ThreadPoolExecutor(COPYING_THREADS, thread_name_prefix="copy") as pool:
+        yield lambda work: _Threaded(pool.submit(_copy_all, work))
+
+
+def _copy_all(work: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for rows, source in work:
+        if rows.device.type == "cuda" and rows.dtype != source.dtype:
+            source = source.to(rows.device, non_blocking=True)  # widened there
+        rows.copy_(source, non_blocking=True)
+
+
+def _enqueued(work: Sequence[tuple[Tensor, Tensor]]) -> Copying:
+    _copy_all(work)
+    event = torch.cuda.Event()
+    event.record()
+    return _Enqueued(event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Enqueued:
+    event: torch.cuda.Event
+
+    def ready(self) -> bool:
+        return self.event.query()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class _Threaded:
+    future: Future[None]
+
+    def ready(self) -> bool:
+        return self.future.done()
+
+    def wait(self) -> None:
+        self.future.result()
 
 
 @contextmanager
