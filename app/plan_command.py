@@ -14,7 +14,7 @@ from cluster.cost import LIST_PRICES, Machine, Turn, chart
 from cluster.planner import PEER_POOL, ClusterPlan, Workload, peer_gap, plan, smallest_layouts
 from engine.errors import ConfigError
 from model.config import ModelConfig
-from model.released import K3
+from model.released import RELEASED
 
 commands = typer.Typer()
 
@@ -22,7 +22,8 @@ SMALLEST = ("accelerator", "count", "tp", "live_sessions", "max_context")
 RESERVE_GB = round(Workload().reserve / 1e9, 3)
 
 Model = Annotated[
-    Path | None, typer.Option(help="directory with a checkpoint's config.json, whose weights are not read; none = the released Kimi K3")
+    str,
+    typer.Option(help=f"directory with a checkpoint's config.json, whose weights are not read, or a released one: {', '.join(RELEASED)}"),
 ]
 Name = Annotated[str | None, typer.Option(help="row of the accelerator table; none = the smallest layout of each that fits")]
 Count = Annotated[int, typer.Option(min=1, help="accelerators of a replica")]
@@ -39,7 +40,7 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON, one object a lin
 
 @commands.command("plan")
 def plan_layout(
-    model: Model = None,
+    model: Model = "kimi-k3",
     accelerator: Name = None,
     count: Count = 8,
     node_size: NodeSize = 8,
@@ -109,7 +110,7 @@ def plan_layout(
 def compare_cost(
     accelerator: Annotated[str, typer.Option(help="row of the accelerator table")],
     usd_per_hour: Annotated[float, typer.Option(min=0, help="USD of one accelerator-hour")],
-    model: Model = None,
+    model: Model = "kimi-k3",
     count: Count = 8,
     node_size: NodeSize = 8,
     tp: Width = None,
@@ -165,8 +166,8 @@ def _row(table: Mapping[str, Accelerator], name: str) -> Accelerator:
     return table[name]
 
 
-def _model(folder: Path | None) -> ModelConfig:
-    return K3 if folder is None else ModelConfig.from_dir(folder)
+def _model(name: str) -> ModelConfig:
+    return RELEASED.get(name) or ModelConfig.from_dir(name)
 
 
 def _smallest(p: ClusterPlan) -> tuple[str, int, int, int, int]:

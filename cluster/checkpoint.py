@@ -11,9 +11,10 @@ from pathlib import Path
 
 from cluster.weight_source import FolderSource, Source, StoredFile, open_source
 from engine.errors import CheckpointError, ConfigError
+from model.checkpoint_check import check_checkpoint
 from model.config import ModelConfig
 from model.fingerprint import checkpoint_fingerprint
-from model.weights import check_checkpoint, named_specs
+from model.weights import named_specs
 
 CONFIG = "config.json"
 DIGESTS = "digests.json"

@@ -9,9 +9,9 @@ from cluster.checkpoint import read_config
 from cluster.doctor import Finding, fail, ok, size
 from cluster.weight_source import FolderSource, open_source
 from engine.errors import CheckpointError, ConfigError
+from model.checkpoint_check import check_checkpoint
 from model.fingerprint import checkpoint_fingerprint
 from model.safetensors_header import read_header
-from model.weights import check_checkpoint
 
 COPY_AGAIN = "copy the file again from where it came from, and compare its size with the origin's"
 PATIENCE_S = 10.0  # of an object store that does not answer

@@ -137,9 +137,9 @@ def local_bytes(model: ModelConfig, tp: int, ep: int, compute_bytes: int = 2) ->
         if spec.dim is not None:
             units = spec.shape[spec.dim] // spec.unit
             n = n // units * split(units, tp, 0)[1]
-        total[spec.component] += n * element[spec.dtype]
+        total[spec.component] += n * element[spec.held]
     if model.moe_layers:
-        expert = sum(math.prod(s.shape) for s in expert_specs(model, model.moe_layers[0], 0))
+        expert = sum(math.prod(s.shape) * element[s.dtype] for s in expert_specs(model, model.moe_layers[0], 0))
         total["experts"] = expert * split(model.num_experts, ep, 0)[1] * len(model.moe_layers)
     return total
 
@@ -147,9 +147,9 @@ def local_bytes(model: ModelConfig, tp: int, ep: int, compute_bytes: int = 2) ->
 def workspace_bytes(model: ModelConfig, tp: int, groups: int, workload: Workload) -> int:
     """Activations of the largest step: block sums, the widest projection, all groups' expert inputs and sums, logits of every row."""
     tokens, rows = workload.max_batched_tokens, workload.max_running
-    sources = -(-model.num_layers // model.attn_res_block_size) + 2
+    sources = (-(-model.num_layers // model.attn_res_block_size) if model.attn_res_block_size else 0) + 2
     width = 4 * model.kda_dim // tp + model.intermediate_size * 2 // tp
-    experts = groups * tokens * (model.routed_expert_hidden_size * (2 + 4) + 2 * model.moe_intermediate_size * 2)
+    experts = groups * tokens * (model.expert_width * (2 + 4) + 2 * model.moe_intermediate_size * 2)
     return workload.reserve + tokens * 2 * (sources * model.hidden_size + width) + experts + rows * model.vocab_size * 4
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cluster.accelerators import Accelerator
 from engine.errors import ConfigError
 from model.config import ModelConfig
-from model.weights import expert_specs
+from model.weights import ELEMENT_BYTES, expert_specs
 
 SHARED = ("kda", "mla", "vectors", "latent", "router", "shared", "dense")  # read by every step
 
@@ -48,8 +48,8 @@ def step_s(grid: Grid, *, tokens: int, rows: int, context: int, groups: int, lat
     m, a = grid.model, grid.accelerator
     everyone = tokens * groups
     element = grid.compute_bytes
-    expert = sum(math.prod(s.shape) for s in expert_specs(m, m.moe_layers[0], 0)) if m.moe_layers else 0
-    expert_params = 3 * m.moe_intermediate_size * m.routed_expert_hidden_size
+    expert = sum(math.prod(s.shape) * ELEMENT_BYTES[s.dtype] for s in expert_specs(m, m.moe_layers[0], 0)) if m.moe_layers else 0
+    expert_params = 3 * m.moe_intermediate_size * m.expert_width
     hit = m.num_experts * (1 - (1 - m.num_experts_per_token / m.num_experts) ** everyone)  # distinct experts, uniform routing
     head = grid.weights["embedding"] // 2  # for the last token of each row
     body = sum(grid.weights.get(c, 0) for c in SHARED)
@@ -66,7 +66,7 @@ def step_s(grid: Grid, *, tokens: int, rows: int, context: int, groups: int, lat
     link = a.link / 2 * efficiency.link
     wide = link if grid.count <= grid.node_size else min(link, grid.network * efficiency.link)
     reduced = 2 * m.num_layers * tokens * m.hidden_size * element * 2 * (grid.tp - 1) / grid.tp  # ring all-reduce of both sub-layers
-    exchanged = len(m.moe_layers) * everyone * m.routed_expert_hidden_size * (element + 4) * (grid.count - 1) / grid.count
+    exchanged = len(m.moe_layers) * everyone * m.expert_width * (element + 4) * (grid.count - 1) / grid.count
     collectives = (2 * m.num_layers if grid.tp > 1 else 0) + (2 * len(m.moe_layers) if grid.count > 1 else 0)
     compute = max(moved / (a.bandwidth * efficiency.memory), flops / (a.bf16_flops * efficiency.compute))
     return compute + reduced / link + exchanged / wide + collectives * efficiency.collective_s

@@ -17,8 +17,9 @@ import xxhash
 from cluster.checkpoint import DIGESTS
 from cluster.weight_source import Source
 from engine.errors import CheckpointError
+from model.checkpoint_check import canonical_name
 from model.feed import Block
-from model.weights import ELEMENT_BYTES, canonical_name
+from model.weights import ELEMENT_BYTES
 
 ALGORITHMS: Mapping[str, Callable[[memoryview], Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
 

@@ -20,14 +20,16 @@ BLOCK = 16  # inside a block, decays are formed pair by pair: no exponential of 
 L2_EPS = 1e-6
 
 
-def kda_gate(f: Tensor, a_log: Tensor, dt_bias: Tensor, lower_bound: float) -> Tensor:
-    """Log-decay g = lower_bound * sigmoid(exp(a_log) * (f + dt_bias)).
+def kda_gate(f: Tensor, a_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
+    """Log-decay g = lower_bound * sigmoid(exp(a_log) * (f + dt_bias)); without a bound -exp(a_log) * softplus(f + dt_bias) (Kimi-Linear).
 
     f [T, heads * K], a_log [heads], dt_bias [heads * K] -> [T, heads, K] fp32.
     """
     heads = a_log.shape[0]
     check_shape("dt_bias", dt_bias, f.shape[-1])
     x = (f.float() + dt_bias).view(f.shape[0], heads, f.shape[1] // heads)
+    if lower_bound is None:
+        return -a_log.exp()[:, None] * torch.nn.functional.softplus(x)
     return lower_bound * torch.sigmoid(a_log.exp()[:, None] * x)
 
 

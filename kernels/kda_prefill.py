@@ -25,7 +25,7 @@ def kda_prefill(
     read_slots: Tensor,
     write_slots: Tensor,
     cu_seqlens: Tensor,
-    lower_bound: float,
+    lower_bound: float | None,
     segment: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -54,7 +54,7 @@ def kda_prefill(
         raise ValueError(f"state: {state.dtype}, expected torch.float32")
     check_device(q, k=k, v=v, f=f, b=b, a_log=a_log, dt_bias=dt_bias, state=state)
     check_device(q, read_slots=read_slots, write_slots=write_slots, cu_seqlens=cu_seqlens)
-    if use_triton(backend, q, width):
+    if lower_bound is not None and use_triton(backend, q, width):
         from kernels.kda_prefill_triton import launch
 
         return launch(q, k, v, f, b, a_log, dt_bias, state, read_slots, write_slots, cu_seqlens, lower_bound, segment)

@@ -29,7 +29,7 @@ def kda_step(
     state: Tensor,
     read_slots: Tensor,
     write_slots: Tensor,
-    lower_bound: float,
+    lower_bound: float | None,
     eps: float,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -56,12 +56,12 @@ def kda_step(
         raise ValueError(f"state: {state.dtype}, expected torch.float32")
     check_device(qkv, f=f, b=b, gate=gate, conv_state=conv_state, state=state, read_slots=read_slots, write_slots=write_slots)
     check_device(qkv, conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight)
-    inputs = (qkv, f, b, gate, conv_weight, a_log, dt_bias, norm_weight, conv_state, state, read_slots, write_slots, lower_bound, eps)
-    if use_triton(backend, qkv, width):
+    inputs = (qkv, f, b, gate, conv_weight, a_log, dt_bias, norm_weight, conv_state, state, read_slots, write_slots)
+    if lower_bound is not None and use_triton(backend, qkv, width):
         from kernels.kda_step_triton import launch
 
-        return launch(*inputs)
-    return _reference(*inputs)
+        return launch(*inputs, lower_bound, eps)
+    return _reference(*inputs, lower_bound, eps)
 
 
 def _reference(
@@ -77,7 +77,7 @@ def _reference(
     state: Tensor,
     read_slots: Tensor,
     write_slots: Tensor,
-    lower_bound: float,
+    lower_bound: float | None,
     eps: float,
 ) -> Tensor:
     (sequences, steps), heads, width = write_slots.shape, a_log.shape[0], norm_weight.shape[0]

@@ -1,6 +1,7 @@
 """`ModelConfig`: the architecture of a checkpoint, read from its `config.json`. Torch-free: the planner and the ingress read it too.
 
-Key names on the left of a comment are the checkpoint's; a value that this decoder does not implement is refused here, by name.
+Kimi K3, and Kimi-Linear, its smaller sibling: the same layers with parts left out (facts on Kimi-Linear, section 3). Names in comments
+are the checkpoint's keys; a value that this decoder does not implement is refused by name.
 """
 
 from __future__ import annotations
@@ -11,33 +12,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from engine.errors import ConfigError
-
-MX_BLOCK = 32  # input columns that share one E8M0 scale (OCP MX v1.0)
-
-# What the layers do without being told. Another value means other mathematics, so it is refused instead of ignored.
-FIXED: dict[str, Any] = {
-    "hidden_act": "situ",
-    "moe_router_activation_func": "sigmoid",
-    "mla_use_nope": True,
-    "mla_use_output_gate": True,
-    "latent_moe_use_norm": True,
-    "topk_method": "noaux_tc",
-    "num_expert_group": 1,
-    "topk_group": 1,
-    "num_nextn_predict_layers": 0,
-    "tie_word_embeddings": False,
-    "linear_attn_config.use_full_rank_gate": True,
-}
-MAY_BE_ABSENT = ("num_expert_group", "topk_group", "num_nextn_predict_layers", "tie_word_embeddings")
+from model.config_reader import FIXED, KIMI_K3, MX_BLOCK, Family, Reader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Kimi K3's text decoder. Layers and experts are numbered from 0; sizes are in elements."""
+    """A text decoder. Layers and experts are numbered from 0; sizes are in elements. None: Kimi-Linear has no such part."""
 
+    family: Family = KIMI_K3  # how its files name and store tensors
     vocab_size: int
     hidden_size: int
     num_layers: int  # num_hidden_layers
@@ -47,16 +32,16 @@ class ModelConfig:
     pad_token_id: int
     rms_norm_eps: float
     latent_norm_eps: float = 1e-6  # of q_a_layernorm and kv_a_layernorm: not in the file, Moonshot's code uses its class default
-    attn_res_block_size: int
+    attn_res_block_size: int | None  # None: an ordinary residual stream
     # Kimi Delta Attention (linear_attn_config)
     kda_layers: tuple[int, ...]  # 0-based; the others are MLA
     kda_heads: int  # num_heads
     kda_head_dim: int  # head_dim: key dim = value dim = rank of the forget gate
     conv_size: int  # short_conv_kernel_size
-    gate_lower_bound: float
+    gate_lower_bound: float | None  # None: the softplus gate
     # Multi-head latent attention
     mla_heads: int  # num_attention_heads
-    q_lora_rank: int
+    q_lora_rank: int | None  # None: one projection
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int  # kept and cached, never rotated
@@ -69,10 +54,10 @@ class ModelConfig:
     num_experts_per_token: int
     num_shared_experts: int
     moe_intermediate_size: int
-    routed_expert_hidden_size: int  # latent width that the routed experts read and write
+    routed_expert_hidden_size: int | None  # latent width that the routed experts read and write; None: the full width
     moe_renormalize: bool
     routed_scaling_factor: float
-    situ_beta: float  # activation_situ_beta
+    situ_beta: float | None  # activation_situ_beta; None: SiLU
     situ_linear_beta: float | None  # activation_situ_linear_beta; None leaves the up branch as it is
 
     @classmethod
@@ -99,25 +84,27 @@ class ModelConfig:
     def from_dict(cls, data: Mapping[str, Any]) -> ModelConfig:
         if not isinstance(data, Mapping):
             raise ConfigError(f"expected an object, found {type(data).__name__}")
-        reader = _Reader(data)
+        reader = Reader(data)
         reader.check_fixed()
+        k3 = reader.family == KIMI_K3
         config = cls(
+            family=reader.family,
             vocab_size=reader.size("vocab_size"),
             hidden_size=reader.size("hidden_size"),
             num_layers=reader.size("num_hidden_layers"),
-            max_position_embeddings=reader.size("max_position_embeddings"),
+            max_position_embeddings=reader.size("max_position_embeddings" if k3 else "model_max_length"),
             bos_token_id=reader.token_id("bos_token_id"),
             eos_token_id=reader.token_id("eos_token_id"),
             pad_token_id=reader.token_id("pad_token_id"),
             rms_norm_eps=reader.positive("rms_norm_eps"),
-            attn_res_block_size=reader.size("attn_res_block_size"),
+            attn_res_block_size=reader.size("attn_res_block_size") if k3 else None,
             kda_layers=reader.kda_layers(),
             kda_heads=reader.size("linear_attn_config.num_heads"),
             kda_head_dim=reader.size("linear_attn_config.head_dim"),
             conv_size=reader.size("linear_attn_config.short_conv_kernel_size", least=2),
             gate_lower_bound=reader.gate_lower_bound(),
             mla_heads=reader.size("num_attention_heads"),
-            q_lora_rank=reader.size("q_lora_rank"),
+            q_lora_rank=reader.size("q_lora_rank") if k3 else None,
             kv_lora_rank=reader.size("kv_lora_rank"),
             qk_nope_head_dim=reader.size("qk_nope_head_dim"),
             qk_rope_head_dim=reader.size("qk_rope_head_dim"),
@@ -128,14 +115,14 @@ class ModelConfig:
             num_experts=reader.size("num_experts"),
             num_experts_per_token=reader.size("num_experts_per_token"),
             num_shared_experts=reader.size("num_shared_experts"),
-            moe_intermediate_size=reader.size("moe_intermediate_size", multiple=MX_BLOCK),
-            routed_expert_hidden_size=reader.size("routed_expert_hidden_size", multiple=MX_BLOCK),
+            moe_intermediate_size=reader.size("moe_intermediate_size", multiple=MX_BLOCK if k3 else 1),
+            routed_expert_hidden_size=reader.size("routed_expert_hidden_size", multiple=MX_BLOCK) if k3 else None,
             moe_renormalize=reader.flag("moe_renormalize"),
             routed_scaling_factor=reader.positive("routed_scaling_factor"),
-            situ_beta=reader.positive("activation_situ_beta", default=1.0),
+            situ_beta=reader.positive("activation_situ_beta", default=1.0) if k3 else None,
             situ_linear_beta=reader.positive("activation_situ_linear_beta") if reader.get("activation_situ_linear_beta") else None,
         )
-        reader.check_consistent(config)
+        reader.check_consistent()
         return config
 
     @classmethod
@@ -178,9 +165,10 @@ class ModelConfig:
         return dataclasses.replace(tiny, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The released `config.json` shape: `from_dict(to_dict())` gives an equal config."""
-        text: dict[str, Any] = {key: value for key, value in FIXED.items() if "." not in key}
+        """The released `config.json` shape of Kimi K3: `from_dict(to_dict())` gives an equal config."""
+        text: dict[str, Any] = {key: value for key, value in FIXED[KIMI_K3].items() if "." not in key}
         values = dataclasses.asdict(self)
+        del values["family"]
         for field in ("latent_norm_eps", "num_layers", "mla_heads", "situ_beta", "situ_linear_beta"):
             values.pop(field)
         for field in ("kda_layers", "kda_heads", "kda_head_dim", "conv_size", "gate_lower_bound"):
@@ -247,6 +235,16 @@ class ModelConfig:
         return self.kda_heads * self.kda_head_dim
 
     @property
+    def expert_width(self) -> int:
+        """Values that a routed expert reads and writes."""
+        return self.routed_expert_hidden_size or self.hidden_size
+
+    @property
+    def packed_experts(self) -> bool:
+        """MXFP4; otherwise the experts are bf16 like everything else."""
+        return self.family == KIMI_K3
+
+    @property
     def latent_dim(self) -> int:
         """Values that MLA caches per token and layer: the normalised latent and the shared key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
@@ -266,96 +264,3 @@ class ModelConfig:
     def conv_state_bytes(self, element_bytes: int = 2) -> int:
         """Bytes of one session's short-convolution state (q, k, v; conv_size - 1 columns), all layers and heads."""
         return len(self.kda_layers) * 3 * self.kda_dim * (self.conv_size - 1) * element_bytes
-
-
-class _Reader:
-    """Reads keys of `text_config` by dotted path and says precisely what is wrong with one."""
-
-    def __init__(self, data: Mapping[str, Any]) -> None:
-        text = data.get("text_config")
-        if not isinstance(text, Mapping):
-            found = "nothing" if text is None else type(text).__name__
-            raise ConfigError(f"text_config: expected an object with the text decoder's values, found {found}")
-        self.text = text
-
-    def get(self, key: str) -> Any:
-        value: Any = self.text
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value
-
-    def fail(self, key: str, expected: str) -> ConfigError:
-        value = self.get(key)
-        return ConfigError(f"text_config.{key}: expected {expected}, found {'nothing' if value is None else repr(value)}")
-
-    def size(self, key: str, least: int = 1, multiple: int = 1) -> int:
-        value = self.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.fail(key, f"an integer >= {least}")
-        if value % multiple:
-            raise self.fail(key, f"a multiple of {multiple} (MXFP4 scales cover {multiple} columns)")
-        return value
-
-    def token_id(self, key: str) -> int:
-        value = self.size(key, least=0)
-        if value >= self.size("vocab_size"):
-            raise self.fail(key, f"a token id below vocab_size {self.get('vocab_size')}")
-        return value
-
-    def positive(self, key: str, default: float | None = None) -> float:
-        value = self.get(key)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise self.fail(key, "a positive number")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.get(key)
-        if not isinstance(value, bool):
-            raise self.fail(key, "true or false")
-        return value
-
-    def gate_lower_bound(self) -> float:
-        value = self.get("linear_attn_config.gate_lower_bound")
-        if not isinstance(value, int | float) or isinstance(value, bool) or not -float("inf") < value < 0:
-            raise self.fail("linear_attn_config.gate_lower_bound", "a negative number (the unbounded softplus gate is not supported)")
-        return float(value)
-
-    def kda_layers(self) -> tuple[int, ...]:
-        lists = {}
-        for key in ("linear_attn_config.kda_layers", "linear_attn_config.full_attn_layers"):
-            value = self.get(key)
-            if not isinstance(value, list | tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
-                raise self.fail(key, "a list of 1-based layer numbers")
-            lists[key] = cast("list[int]", list(value))
-        kda, full = lists.values()
-        count = self.size("num_hidden_layers")
-        if sorted(kda + full) != list(range(1, count + 1)):
-            wrong = sorted(set(range(1, count + 1)) ^ set(kda + full)) or sorted(l for l in set(kda + full) if (kda + full).count(l) > 1)
-            raise ConfigError(
-                f"text_config.linear_attn_config: kda_layers and full_attn_layers must name each of the layers 1..{count} exactly once; "
-                f"wrong at layers {wrong[:8]}"
-            )
-        return tuple(sorted(l - 1 for l in kda))
-
-    def check_fixed(self) -> None:
-        for key, fixed in FIXED.items():
-            value = self.get(key)
-            if value != fixed and not (value is None and key in MAY_BE_ABSENT):
-                raise self.fail(key, f"{json.dumps(fixed)} (nothing else is supported)")
-        quantization = self.get("quantization_config")
-        if quantization is not None:
-            if self.get("quantization_config.format") != "mxfp4-pack-quantized":
-                raise self.fail("quantization_config.format", '"mxfp4-pack-quantized" (nothing else is supported)')
-            groups = self.get("quantization_config.config_groups") or {}
-            for name in groups:
-                key = f"quantization_config.config_groups.{name}.weights.group_size"
-                if self.get(key) != MX_BLOCK:
-                    raise self.fail(key, str(MX_BLOCK))
-
-    def check_consistent(self, config: ModelConfig) -> None:
-        if self.get("num_key_value_heads") not in (None, config.mla_heads):
-            raise self.fail("num_key_value_heads", f"num_attention_heads ({config.mla_heads}): grouped heads are not supported")
-        if config.num_experts_per_token > config.num_experts:
-            raise self.fail("num_experts_per_token", f"at most num_experts ({config.num_experts})")

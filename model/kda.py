@@ -11,6 +11,7 @@ from kernels.norms import gated_rms_norm
 from kernels.short_conv import short_conv
 from model.batch import Batch, Round
 from model.config import ModelConfig
+from model.config_reader import KIMI_LINEAR
 from model.layers import Linear, RMSNorm, parameter
 from model.parallel import Mesh
 
@@ -31,9 +32,12 @@ class KDA(nn.Module):
         self.heads, self.head_dim = config.kda_heads // mesh.tp, config.kda_head_dim
         self.lower_bound = config.gate_lower_bound
         width = self.heads * self.head_dim
-        self.splits = (3 * width, width, self.head_dim, self.heads)  # qkv | g | f_a | b
+        self.low_rank = config.family == KIMI_LINEAR  # of the output gate: g is g_a, and g_b makes it whole
+        self.splits = (3 * width, self.head_dim if self.low_rank else width, self.head_dim, self.heads)  # qkv | g | f_a | b
         self.in_proj = Linear(config.hidden_size, sum(self.splits), dtype)
         self.f_b_proj = Linear(self.head_dim, width, dtype)
+        if self.low_rank:
+            self.g_b_proj = Linear(self.head_dim, width, dtype)
         self.o_proj = Linear(width, config.hidden_size, dtype)
         self.conv1d = ShortConv(3 * width, config.conv_size)
         self.A_log = parameter(self.heads, dtype=torch.float32)
@@ -45,6 +49,8 @@ class KDA(nn.Module):
         """x [T, hidden]; state [slots, heads, K, V] and conv_state [slots, W - 1, q|k|v] of this layer, advanced in place."""
         qkv, gate, f_a, b = self.in_proj(x).split(self.splits, -1)
         f = self.f_b_proj(f_a)
+        if self.low_rank:
+            gate = self.g_b_proj(gate)
         y = torch.empty_like(gate, memory_format=torch.contiguous_format)
         for now in batch.rounds:
             if now.tokens is None:

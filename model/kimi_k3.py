@@ -1,6 +1,7 @@
 """Kimi K3's text decoder: embed -> layers with block attention residuals -> head.
 
 There is no ordinary residual stream: a sub-layer reads a softmax-weighted mix of block sums and its output joins the running sum.
+Kimi-Linear is the same decoder without blocks: then the running sum is the residual stream.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from model.config import ModelConfig
 from model.kda import KDA
 from model.layers import DenseMLP, Embedding, Head, Query, RMSNorm, mix
 from model.mla import MLA
-from model.moe import LatentMoE
+from model.moe import LatentMoE, PlainMoE
 from model.parallel import Mesh
 from model.state import StatePools
 
@@ -26,15 +27,17 @@ class Layer(nn.Module):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden, eps, dtype)
         self.post_attention_layernorm = RMSNorm(hidden, eps, dtype)
-        self.self_attention_res_norm = RMSNorm(hidden, eps, dtype)
-        self.self_attention_res_proj = Query(hidden, dtype)
-        self.mlp_res_norm = RMSNorm(hidden, eps, dtype)
-        self.mlp_res_proj = Query(hidden, dtype)
-        self.starts_block = layer % config.attn_res_block_size == 0
+        mixed = config.attn_res_block_size is not None
+        self.self_attention_res_norm = RMSNorm(hidden, eps, dtype) if mixed else None
+        self.self_attention_res_proj = Query(hidden, dtype) if mixed else None
+        self.mlp_res_norm = RMSNorm(hidden, eps, dtype) if mixed else None
+        self.mlp_res_proj = Query(hidden, dtype) if mixed else None
+        self.starts_block = config.attn_res_block_size is not None and layer % config.attn_res_block_size == 0
         self.pool_index = (config.kda_layers if config.is_kda(layer) else config.mla_layers).index(layer)
         self.self_attn: KDA | MLA = KDA(config, mesh, dtype) if config.is_kda(layer) else MLA(config, mesh, dtype)
         if config.is_moe(layer):
-            self.block_sparse_moe = LatentMoE(config, mesh, dtype)
+            latent = config.routed_expert_hidden_size is not None
+            self.block_sparse_moe: LatentMoE | PlainMoE = LatentMoE(config, mesh, dtype) if latent else PlainMoE(config, mesh, dtype)
         else:
             self.mlp = DenseMLP(config, mesh, dtype)
 
@@ -56,10 +59,11 @@ class KimiK3(nn.Module):
         self.dtype = dtype
         self.embed_tokens = Embedding(config, mesh, dtype)
         self.layers = nn.ModuleList(Layer(config, l, mesh, dtype) for l in range(config.num_layers))
-        self.output_attn_res_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.output_attn_res_proj = Query(config.hidden_size, dtype)
+        block = config.attn_res_block_size
+        self.output_attn_res_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype) if block else None
+        self.output_attn_res_proj = Query(config.hidden_size, dtype) if block else None
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.blocks = sum(l % config.attn_res_block_size == 0 for l in range(config.num_layers))
+        self.blocks = -(-config.num_layers // block) if block else 0
         self.lm_head = Head(config, mesh, dtype)
 
     def forward(self, batch: Batch, pools: StatePools) -> Tensor:

@@ -51,11 +51,14 @@ class Query(nn.Module):
         self.weight = parameter(1, width, dtype=dtype)
 
 
-def mix(blocks: Tensor, run: Tensor, added: Tensor | None, norm: RMSNorm, query: Query, out_norm: RMSNorm) -> Tensor:
+def mix(blocks: Tensor, run: Tensor, added: Tensor | None, norm: RMSNorm | None, query: Query | None, out_norm: RMSNorm) -> Tensor:
     """What stands between two sub-layers: run += added in place, attention residual over sealed blocks [n, T, hidden] and run, RMSNorm.
 
-    run, added [T, hidden] -> [T, hidden]. Without sealed blocks the mix is run itself.
+    run, added [T, hidden] -> [T, hidden]. Without sealed blocks, or without norm and query, the mix is run itself.
     """
+    if norm is None or query is None:  # an ordinary residual stream: nothing is mixed, so any weights will do
+        weight = out_norm.weight
+        return attn_res_norm(blocks[:0], run, added, weight, weight[None], weight, out_norm.eps)
     return attn_res_norm(blocks, run, added, norm.weight, query.weight, out_norm.weight, norm.eps)
 
 

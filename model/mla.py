@@ -14,6 +14,7 @@ from kernels.mla import mla_decode, mla_prefill, mla_prefill_expanded
 from kernels.norms import sigmoid_gate
 from model.batch import Batch
 from model.config import ModelConfig
+from model.config_reader import KIMI_K3
 from model.layers import Linear, RMSNorm
 from model.parallel import Mesh
 
@@ -32,11 +33,14 @@ class MLA(nn.Module):
             config.v_head_dim,
             config.kv_lora_rank,
         )
-        self.splits = (config.q_lora_rank, self.latent, self.rope, self.heads * self.value)  # q_a | kv_a | shared key | g
-        self.in_proj = Linear(config.hidden_size, sum(self.splits), dtype)
-        self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.latent_norm_eps, dtype)
+        queries, self.gated = self.heads * (self.nope + self.rope), config.family == KIMI_K3
+        self.splits = (config.q_lora_rank or queries, self.latent, self.rope, self.heads * self.value if self.gated else 0)
+        self.in_proj = Linear(config.hidden_size, sum(self.splits), dtype)  # q_a, or q itself | kv_a | shared key | g
         self.kv_a_layernorm = RMSNorm(self.latent, config.latent_norm_eps, dtype)
-        self.q_b_proj = Linear(config.q_lora_rank, self.heads * (self.nope + self.rope), dtype)
+        self.compressed = config.q_lora_rank is not None
+        if config.q_lora_rank is not None:
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.latent_norm_eps, dtype)
+            self.q_b_proj = Linear(config.q_lora_rank, queries, dtype)
         self.kv_b_proj = Linear(self.latent, self.heads * (self.nope + self.value), dtype)
         self.o_proj = Linear(self.heads * self.value, config.hidden_size, dtype)
         self.scale = (self.nope + self.rope) ** -0.5  # the unrotated shared dims count
@@ -44,9 +48,11 @@ class MLA(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch, latents: Tensor) -> Tensor:
         """x [T, hidden]; latents [pages, page_size, latent + shared key] of this layer: this step's are written, then attended."""
-        q_a, kv_a, shared_key, gate = self.in_proj(x).split(self.splits, -1)
+        q, kv_a, shared_key, gate = self.in_proj(x).split(self.splits, -1)
         latents.flatten(0, 1)[batch.latent_places] = torch.cat((self.kv_a_layernorm(kv_a), shared_key), -1).to(latents.dtype)
-        q = self.q_b_proj(self.q_a_layernorm(q_a)).view(-1, self.heads, self.nope + self.rope)
+        if self.compressed:
+            q = self.q_b_proj(self.q_a_layernorm(q))
+        q = q.unflatten(1, (self.heads, self.nope + self.rope))
         n, parts = batch.num_decode, []
         if n:
             mix = partial(mla_decode, page_tables=batch.page_tables[:n], lengths=batch.lengths[:n])
@@ -59,7 +65,8 @@ class MLA(nn.Module):
                 mix = partial(mla_prefill, page_tables=tables, cu_seqlens=bounds, lengths=batch.lengths[n:])
                 parts.append(self._absorbed(q[n:], latents, mix))
         y = parts[0] if len(parts) == 1 else torch.cat([*parts, q.new_empty(0, self.heads * self.value)])
-        return self.mesh.sum_tp(self.o_proj(sigmoid_gate(y.to(x.dtype), gate))).to(x.dtype)
+        y = sigmoid_gate(y.to(x.dtype), gate) if self.gated else y.to(x.dtype)
+        return self.mesh.sum_tp(self.o_proj(y)).to(x.dtype)
 
     def _absorbed(self, q: Tensor, latents: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         """q [T, heads, nope + shared] against the latents themselves, the expansion moved into query and output -> [T, heads * value]."""

@@ -1,4 +1,5 @@
-"""LatentMoE, in token order: route, project down, local experts over all tokens, sum over ranks, norm, project up, add the shared MLP."""
+"""The mixtures of experts, in token order. K3: route, project down, local experts over all tokens, sum over ranks, norm, project up, add
+the shared MLP."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from torch import Tensor, nn
 
 from kernels.backend import Backend, use_triton
 from kernels.experts import PackedExperts, pack_experts, packable, packed_experts
-from kernels.moe import grouped_experts, route
+from kernels.moe import grouped_experts, plain_experts, route
 from kernels.norms import rms_norm
-from model.config import MX_BLOCK, ModelConfig
+from model.config import ModelConfig
+from model.config_reader import MX_BLOCK
 from model.layers import MLP, Linear, RMSNorm, parameter
 from model.parallel import Mesh
 from model.weights import split
@@ -39,7 +41,7 @@ class LatentMoE(nn.Module):
 
     def __init__(self, config: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
-        latent, width = config.routed_expert_hidden_size, config.moe_intermediate_size
+        latent, width = config.expert_width, config.moe_intermediate_size
         self.first_expert, last = mesh.shard.experts(config)
         experts = last - self.first_expert
         self.columns = split(latent, mesh.tp, mesh.tp_rank)
@@ -88,7 +90,30 @@ class LatentMoE(nn.Module):
     def _experts(self, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """This rank's addend [T, latent], fp32."""
         if self.packed:
+            assert self.beta is not None
             w13, w2 = (PackedExperts(self.get_parameter(f"{n}_codes"), self.get_parameter(f"{n}_scales")) for n in ("w13", "w2"))
             return packed_experts(z, ids, weights, w13, w2, self.first_expert, self.num_experts, self.beta, self.linear_beta)
         stored = (self.w13_packed, self.w13_scale, self.w2_packed, self.w2_scale)
         return grouped_experts(z, ids, weights, *stored, self.first_expert, self.beta, self.linear_beta)
+
+
+class PlainMoE(nn.Module):
+    """Kimi-Linear's: routed experts of the full width, not packed, and nothing between their sum and the shared MLP's."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first_expert, last = mesh.shard.experts(config)
+        experts, width, inner = last - self.first_expert, config.expert_width, config.moe_intermediate_size
+        self.gate = Router(config, dtype)
+        self.w13 = parameter(experts, 2 * inner, width, dtype=dtype)
+        self.w2 = parameter(experts, width, inner, dtype=dtype)
+        self.shared_experts = MLP(config, config.shared_intermediate_size, mesh, dtype)
+        self.beta, self.linear_beta = config.situ_beta, config.situ_linear_beta
+        self.mesh = mesh
+
+    def forward(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """As `LatentMoE.forward`."""
+        z, ids, weights = self.mesh.gather_groups((x, *self.gate(x)), counts)
+        partial = plain_experts(z, ids, weights, self.w13, self.w2, self.first_expert, self.beta, self.linear_beta)
+        shared = self.mesh.sum_tp(self.shared_experts.partial(x))
+        return (self.mesh.sum_experts(partial, counts) + shared.float()).to(x.dtype)

@@ -1,6 +1,6 @@
-"""The table of K3's tensors: checkpoint name -> parameter and slice rule; and the check of a checkpoint against it. Torch-free.
+"""The table of the tensors: checkpoint name -> parameter and slice rule. Torch-free.
 
-Names, shapes and dtypes are those of the released files (facts: the tensor inventory of the K3 architecture). A parameter may be
+Names, shapes and dtypes are those of the released files (facts: the tensor inventories of K3 and of Kimi-Linear). A parameter may be
 filled by several tensors stacked along dim 0 (`in_proj` = q | k | v | g | f_a | b), so that one matrix product serves them all.
 """
 
@@ -11,16 +11,29 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from engine.errors import CheckpointError, ConfigError
-from model.config import MX_BLOCK, ModelConfig
-from model.safetensors_header import Folder, Stored, read_directory
+from engine.errors import ConfigError
+from model.config import ModelConfig
+from model.config_reader import KIMI_K3, MX_BLOCK
 
 PREFIX = "language_model.model."
 HEAD = "language_model.lm_head."
-VISION = ("vision_tower.", "mm_projector.")  # served by another module, skipped here
 ELEMENT_BYTES = {"BF16": 2, "F32": 4, "U8": 1}
-EXPERT_TENSORS = 6  # of one routed expert
+HELD_IN_FP32 = ("conv1d.weight", "o_norm.weight", "e_score_correction_bias")
 A_LOG_PADDING = 128  # the released files pad A_log with zeros to a multiple of this
+
+
+def prefix(c: ModelConfig) -> str:
+    """Before the names of everything but the head."""
+    return PREFIX if c.family == KIMI_K3 else "model."
+
+
+def head(c: ModelConfig) -> str:
+    return HEAD if c.family == KIMI_K3 else "lm_head."
+
+
+def small(c: ModelConfig) -> str:
+    """Dtype of what K3 keeps in fp32 and Kimi-Linear in bf16: convolutions, KDA's output norm, the router's bias."""
+    return "F32" if c.family == KIMI_K3 else "BF16"
 
 
 def split(n: int, parts: int, index: int) -> tuple[int, int]:
@@ -66,12 +79,21 @@ class TensorSpec:
     dtype: str = "BF16"
     dim: int | None = None  # None: every rank holds it whole
     unit: int = 1
-    padded: bool = False  # the file may hold more values, or the same in another shape: take the first shape[0]
+    padding: int = 0  # > 0: the file holds a multiple of so many values, maybe in another shape; the first shape[0] count
+
+    @property
+    def padded(self) -> bool:
+        return self.padding > 0
+
+    @property
+    def held(self) -> str:
+        """Its dtype in memory: the model keeps some in fp32 that Kimi-Linear's files have in bf16."""
+        return "F32" if self.parameter.endswith(HELD_IN_FP32) else self.dtype
 
     @property
     def stored_elements(self) -> int:
-        n = math.prod(self.shape)
-        return -(-n // A_LOG_PADDING) * A_LOG_PADDING if self.padded else n
+        n, multiple = math.prod(self.shape), max(1, self.padding)
+        return -(-n // multiple) * multiple
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: there are 650,000 of them for 64 shards of the released model
@@ -106,9 +128,9 @@ def model_specs(c: ModelConfig) -> list[TensorSpec]:
     """Embedding, head and the vectors of the output."""
     shape = (c.vocab_size, c.hidden_size)
     return [
-        TensorSpec(name=f"{PREFIX}embed_tokens.weight", shape=shape, parameter="embed_tokens.weight", component="embedding", dim=0),
-        TensorSpec(name=f"{HEAD}weight", shape=shape, parameter="lm_head.weight", component="embedding", dim=0),
-        *_whole(PREFIX, "", "embedding", {"norm.weight": (c.hidden_size,), **_attn_res(c, "output_attn_res")}),
+        TensorSpec(name=f"{prefix(c)}embed_tokens.weight", shape=shape, parameter="embed_tokens.weight", component="embedding", dim=0),
+        TensorSpec(name=f"{head(c)}weight", shape=shape, parameter="lm_head.weight", component="embedding", dim=0),
+        *_whole(c, "", "embedding", {"norm.weight": (c.hidden_size,), **_attn_res(c, "output_attn_res")}),
     ]
 
 
@@ -119,29 +141,30 @@ def layer_specs(c: ModelConfig, layer: int) -> list[TensorSpec]:
     norms: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,)}
     vectors = norms | _attn_res(c, "self_attention_res") | _attn_res(c, "mlp_res")
     return [
-        *_whole(PREFIX + at, at, "vectors", vectors),
+        *_whole(c, at, "vectors", vectors),
         *(_kda(c, at) if c.is_kda(layer) else _mla(c, at)),
-        *(_moe(c, at) if c.is_moe(layer) else _mlp(at + "mlp.", h, c.intermediate_size, "dense")),
+        *(_moe(c, at) if c.is_moe(layer) else _mlp(c, at + "mlp.", c.intermediate_size, "dense")),
     ]
 
 
 def expert_specs(c: ModelConfig, layer: int, expert: int) -> list[TensorSpec]:
-    """One routed expert: w1 = gate, w3 = up, w2 = down; two E2M1 codes a byte, one E8M0 scale per 32 input columns."""
+    """One routed expert: w1 = gate, w3 = up, w2 = down. K3: two E2M1 codes a byte, one E8M0 scale per 32 input columns."""
     at = f"layers.{layer}.block_sparse_moe."
     specs = []
     for w, parameter, rows, columns in (
-        ("w1", "w13", c.moe_intermediate_size, c.routed_expert_hidden_size),
-        ("w3", "w13", c.moe_intermediate_size, c.routed_expert_hidden_size),
-        ("w2", "w2", c.routed_expert_hidden_size, c.moe_intermediate_size),
+        ("w1", "w13", c.moe_intermediate_size, c.expert_width),
+        ("w3", "w13", c.moe_intermediate_size, c.expert_width),
+        ("w2", "w2", c.expert_width, c.moe_intermediate_size),
     ):
-        for kind, width in (("packed", columns // 2), ("scale", columns // MX_BLOCK)):
+        kinds = (("_packed", columns // 2), ("_scale", columns // MX_BLOCK)) if c.packed_experts else (("", columns),)
+        for kind, width in kinds:
             specs.append(
                 TensorSpec(
-                    name=f"{PREFIX}{at}experts.{expert}.{w}.weight_{kind}",
+                    name=f"{prefix(c)}{at}experts.{expert}.{w}.weight{kind}",
                     shape=(rows, width),
-                    parameter=f"{at}{parameter}_{kind}",
+                    parameter=f"{at}{parameter}{kind}",
                     component="experts",
-                    dtype="U8",
+                    dtype="U8" if c.packed_experts else "BF16",
                 )
             )
     return specs
@@ -162,7 +185,7 @@ def named_specs(c: ModelConfig) -> Iterator[tuple[str, TensorSpec]]:
     yield from ((s.name, s) for s in (*model_specs(c), *(s for layer in range(c.num_layers) for s in layer_specs(c, layer))))
     for layer in c.moe_layers:
         alike = expert_specs(c, layer, 0)
-        stem = f"{PREFIX}layers.{layer}.block_sparse_moe.experts."
+        stem = f"{prefix(c)}layers.{layer}.block_sparse_moe.experts."
         ends = [(spec.name.removeprefix(f"{stem}0"), spec) for spec in alike]
         for expert in range(c.num_experts):
             for end, spec in ends:
@@ -178,8 +201,9 @@ def local_slices(c: ModelConfig, shard: Shard) -> Iterator[TensorSlice]:
     number = len(specs)
     for layer in c.moe_layers:
         for expert in range(first, last):
-            yield from _slices(expert_specs(c, layer, expert), shard, number + expert * EXPERT_TENSORS, expert - first)
-        number += c.num_experts * EXPERT_TENSORS
+            specs = expert_specs(c, layer, expert)
+            yield from _slices(specs, shard, number + expert * len(specs), expert - first)
+        number += c.num_experts * len(expert_specs(c, layer, 0))
 
 
 def component_bytes(c: ModelConfig) -> Counter[str]:
@@ -188,64 +212,9 @@ def component_bytes(c: ModelConfig) -> Counter[str]:
     for spec in (*model_specs(c), *(s for layer in range(c.num_layers) for s in layer_specs(c, layer))):
         total[spec.component] += spec.stored_elements * ELEMENT_BYTES[spec.dtype]
     if c.moe_layers:
-        expert = sum(math.prod(s.shape) for s in expert_specs(c, c.moe_layers[0], 0))
+        expert = sum(math.prod(s.shape) * ELEMENT_BYTES[s.dtype] for s in expert_specs(c, c.moe_layers[0], 0))
         total["experts"] = expert * c.num_experts * len(c.moe_layers)
     return total
-
-
-def canonical_name(name: str) -> str:
-    """The released name of a text tensor; some writers drop the inner `model.`."""
-    if not name.startswith((PREFIX, HEAD)) and name.startswith("language_model."):
-        return PREFIX + name.removeprefix("language_model.")
-    return name
-
-
-def check_checkpoint(folder: Folder, config: ModelConfig) -> dict[str, Stored]:
-    """Compare a checkpoint's headers with the table before anything is allocated: released name -> where the tensor lies.
-
-    Reads the index and the safetensors headers only. Raises `CheckpointError` naming file and tensor when a file is absent or
-    truncated, or a tensor is missing, unknown, twice there, of another shape or of another dtype.
-    """
-    found: dict[str, Stored] = {}
-    for stored in read_directory(folder):
-        if stored.name.startswith(VISION):
-            continue
-        name = canonical_name(stored.name)
-        if name in found:
-            file, other = folder.where(stored.file), folder.where(found[name].file)
-            raise CheckpointError(f"{file}: tensor {stored.name} is also in {other}; each tensor must be there once")
-        found[name] = stored
-    missing: list[str] = []
-    known = 0
-    for name, spec in named_specs(config):
-        at = found.get(name)
-        if at is None:
-            missing.append(name)
-        else:
-            known += 1
-            if at.dtype != spec.dtype or at.shape != spec.shape:
-                _check_tensor(folder.where(at.file), spec, at)
-    if known < len(found):
-        unknown = found[next(iter(found.keys() - {name for name, _ in named_specs(config)}))]
-        raise CheckpointError(
-            f"{folder.where(unknown.file)}: tensor {unknown.name} {list(unknown.shape)} is not part of this architecture "
-            f"({len(found) - known} such tensors); config.json and the files disagree"
-        )
-    if missing:
-        raise CheckpointError(
-            f"{folder.where('')}: tensor {missing[0]} is missing ({len(missing)} tensors missing); config.json and the files disagree"
-        )
-    return found
-
-
-def _check_tensor(file: str, spec: TensorSpec, stored: Stored) -> None:
-    if stored.dtype != spec.dtype:
-        raise CheckpointError(f"{file}: tensor {stored.name} has dtype {stored.dtype}, expected {spec.dtype}")
-    n = spec.shape[0]
-    if spec.padded and math.prod(stored.shape) == max(stored.shape, default=0) >= n:
-        return
-    expected = f"[{n}] (or padded, or [1, 1, {n}, 1])" if spec.padded else str(list(spec.shape))
-    raise CheckpointError(f"{file}: tensor {stored.name} has shape {list(stored.shape)}, expected {expected}")
 
 
 def _slices(specs: Iterable[TensorSpec], shard: Shard, first: int, expert: int | None = None) -> Iterator[TensorSlice]:
@@ -272,86 +241,112 @@ def _slices(specs: Iterable[TensorSpec], shard: Shard, first: int, expert: int |
         yield piece
 
 
-def _whole(prefix: str, at: str, component: str, shapes: Mapping[str, tuple[int, ...]], dtype: str = "BF16") -> list[TensorSpec]:
-    return [TensorSpec(name=prefix + n, shape=s, parameter=at + n, component=component, dtype=dtype) for n, s in shapes.items()]
+def _whole(c: ModelConfig, at: str, component: str, shapes: Mapping[str, tuple[int, ...]], dtype: str = "BF16") -> list[TensorSpec]:
+    return [TensorSpec(name=prefix(c) + at + n, shape=s, parameter=at + n, component=component, dtype=dtype) for n, s in shapes.items()]
 
 
 def _attn_res(c: ModelConfig, name: str) -> dict[str, tuple[int, ...]]:
+    if c.attn_res_block_size is None:
+        return {}
     return {f"{name}_norm.weight": (c.hidden_size,), f"{name}_proj.weight": (1, c.hidden_size)}
 
 
-def _linear(
-    at: str, component: str, names: Iterable[str], parameter: str, rows: int, columns: int, dim: int | None, unit: int = 1
-) -> list[TensorSpec]:
-    return [
-        TensorSpec(
-            name=f"{PREFIX}{at}{n}.weight",
-            shape=(rows, columns),
-            parameter=f"{at}{parameter}.weight",
-            component=component,
-            dim=dim,
-            unit=unit,
-        )
-        for n in names
-    ]
+@dataclass(frozen=True, slots=True)
+class _Linears:
+    """Matrices of one module: `names` stacked in `parameter`, each [rows, columns], cut along `dim` in whole units."""
+
+    model: ModelConfig
+    at: str
+    component: str
+
+    def __call__(self, names: str, parameter: str, rows: int, columns: int, dim: int | None, unit: int = 1) -> list[TensorSpec]:
+        return [
+            TensorSpec(
+                name=f"{prefix(self.model)}{self.at}{n}.weight",
+                shape=(rows, columns),
+                parameter=f"{self.at}{parameter}.weight",
+                component=self.component,
+                dim=dim,
+                unit=unit,
+            )
+            for n in names.split()
+        ]
 
 
 def _kda(c: ModelConfig, layer: str) -> list[TensorSpec]:
     at, h, d, width = f"{layer}self_attn.", c.hidden_size, c.kda_head_dim, c.kda_dim
+    linear = _Linears(c, at, "kda")
 
-    def fp32(name: str, shape: tuple[int, ...], parameter: str, dim: int | None, unit: int, padded: bool = False) -> TensorSpec:
+    def vector(
+        name: str, shape: tuple[int, ...], parameter: str, dim: int | None, unit: int, *, dtype: str = "F32", padding: int = 0
+    ) -> TensorSpec:
         return TensorSpec(
-            name=f"{PREFIX}{at}{name}",
+            name=f"{prefix(c)}{at}{name}",
             shape=shape,
             parameter=f"{at}{parameter}",
             component="kda",
-            dtype="F32",
+            dtype=dtype,
             dim=dim,
             unit=unit,
-            padded=padded,
+            padding=padding,
         )
 
+    full = c.family == KIMI_K3  # the output gate's rank
     return [
-        *_linear(at, "kda", ("q_proj", "k_proj", "v_proj", "g_proj"), "in_proj", width, h, 0, d),
-        *_linear(at, "kda", ("f_a_proj",), "in_proj", d, h, None),
-        *_linear(at, "kda", ("b_proj",), "in_proj", c.kda_heads, h, 0),
-        *_linear(at, "kda", ("f_b_proj",), "f_b_proj", width, d, 0, d),
-        *_linear(at, "kda", ("o_proj",), "o_proj", h, width, 1, d),
-        *(fp32(f"{n}_conv1d.weight", (width, 1, c.conv_size), "conv1d.weight", 0, d) for n in "qkv"),
-        fp32("A_log", (c.kda_heads,), "A_log", 0, 1, padded=True),
-        fp32("dt_bias", (width,), "dt_bias", 0, d),
-        fp32("o_norm.weight", (d,), "o_norm.weight", None, 1),
+        *linear("q_proj k_proj v_proj", "in_proj", width, h, 0, d),
+        *(linear("g_proj", "in_proj", width, h, 0, d) if full else linear("g_a_proj", "in_proj", d, h, None)),
+        *linear("f_a_proj", "in_proj", d, h, None),
+        *linear("b_proj", "in_proj", c.kda_heads, h, 0),
+        *linear("f_b_proj", "f_b_proj", width, d, 0, d),
+        *([] if full else linear("g_b_proj", "g_b_proj", width, d, 0, d)),
+        *linear("o_proj", "o_proj", h, width, 1, d),
+        *(vector(f"{n}_conv1d.weight", (width, 1, c.conv_size), "conv1d.weight", 0, d, dtype=small(c)) for n in "qkv"),
+        vector("A_log", (c.kda_heads,), "A_log", 0, 1, padding=A_LOG_PADDING if full else 1),
+        vector("dt_bias", (width,), "dt_bias", 0, d),
+        vector("o_norm.weight", (d,), "o_norm.weight", None, 1, dtype=small(c)),
     ]
 
 
 def _mla(c: ModelConfig, layer: str) -> list[TensorSpec]:
     at, h, heads = f"{layer}self_attn.", c.hidden_size, c.mla_heads
     query, expanded, value = c.qk_nope_head_dim + c.qk_rope_head_dim, c.qk_nope_head_dim + c.v_head_dim, c.v_head_dim
+    linear, gated = _Linears(c, at, "mla"), c.family == KIMI_K3
+    norms = {"kv_a_layernorm.weight": (c.kv_lora_rank,)}
+    if c.q_lora_rank is not None:
+        norms = {"q_a_layernorm.weight": (c.q_lora_rank,)} | norms
     return [
-        *_linear(at, "mla", ("q_a_proj",), "in_proj", c.q_lora_rank, h, None),
-        *_linear(at, "mla", ("kv_a_proj_with_mqa",), "in_proj", c.latent_dim, h, None),
-        *_linear(at, "mla", ("g_proj",), "in_proj", heads * value, h, 0, value),
-        *_whole(PREFIX + at, at, "mla", {"q_a_layernorm.weight": (c.q_lora_rank,), "kv_a_layernorm.weight": (c.kv_lora_rank,)}),
-        *_linear(at, "mla", ("q_b_proj",), "q_b_proj", heads * query, c.q_lora_rank, 0, query),
-        *_linear(at, "mla", ("kv_b_proj",), "kv_b_proj", heads * expanded, c.kv_lora_rank, 0, expanded),
-        *_linear(at, "mla", ("o_proj",), "o_proj", h, heads * value, 1, value),
+        *(linear("q_proj", "in_proj", heads * query, h, 0, query) if c.q_lora_rank is None else []),
+        *(linear("q_a_proj", "in_proj", c.q_lora_rank, h, None) if c.q_lora_rank is not None else []),
+        *linear("kv_a_proj_with_mqa", "in_proj", c.latent_dim, h, None),
+        *(linear("g_proj", "in_proj", heads * value, h, 0, value) if gated else []),
+        *_whole(c, at, "mla", norms),
+        *(linear("q_b_proj", "q_b_proj", heads * query, c.q_lora_rank, 0, query) if c.q_lora_rank is not None else []),
+        *linear("kv_b_proj", "kv_b_proj", heads * expanded, c.kv_lora_rank, 0, expanded),
+        *linear("o_proj", "o_proj", h, heads * value, 1, value),
     ]
 
 
-def _mlp(at: str, hidden: int, width: int, component: str) -> list[TensorSpec]:
+def _mlp(c: ModelConfig, at: str, width: int, component: str) -> list[TensorSpec]:
+    linear = _Linears(c, at, component)
     return [
-        *_linear(at, component, ("gate_proj", "up_proj"), "gate_up_proj", width, hidden, 0),
-        *_linear(at, component, ("down_proj",), "down_proj", hidden, width, 1),
+        *linear("gate_proj up_proj", "gate_up_proj", width, c.hidden_size, 0),
+        *linear("down_proj", "down_proj", c.hidden_size, width, 1),
     ]
 
 
 def _moe(c: ModelConfig, layer: str) -> list[TensorSpec]:
     at, h, latent = f"{layer}block_sparse_moe.", c.hidden_size, c.routed_expert_hidden_size
+    linear = _Linears(c, at, "latent")
+    between = []
+    if latent is not None:
+        between = [
+            *linear("routed_expert_down_proj", "routed_expert_down_proj", latent, h, None),
+            *linear("routed_expert_up_proj", "routed_expert_up_proj", h, latent, 1),
+            *_whole(c, at, "latent", {"routed_expert_norm.weight": (latent,)}),
+        ]
     return [
-        *_whole(PREFIX + at, at, "router", {"gate.weight": (c.num_experts, h)}),
-        *_whole(PREFIX + at, at, "router", {"gate.e_score_correction_bias": (c.num_experts,)}, "F32"),
-        *_linear(at, "latent", ("routed_expert_down_proj",), "routed_expert_down_proj", latent, h, None),
-        *_linear(at, "latent", ("routed_expert_up_proj",), "routed_expert_up_proj", h, latent, 1),
-        *_whole(PREFIX + at, at, "latent", {"routed_expert_norm.weight": (latent,)}),
-        *_mlp(f"{at}shared_experts.", h, c.shared_intermediate_size, "shared"),
+        *_whole(c, at, "router", {"gate.weight": (c.num_experts, h)}),
+        *_whole(c, at, "router", {"gate.e_score_correction_bias": (c.num_experts,)}, small(c)),
+        *between,
+        *_mlp(c, f"{at}shared_experts.", c.shared_intermediate_size, "shared"),
     ]

@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
         "model.fingerprint",
         "model.released",
         "model.safetensors_header",
+        "model.checkpoint_check",
         "model.weights",
     },
     "autoscaling": {"engine.types", "engine.stats", "engine.routing", "cluster.planner"},

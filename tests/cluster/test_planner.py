@@ -18,7 +18,7 @@ from cluster.planner_roofline import Efficiency, Grid, decode_step_s, prefill_s
 from cluster.pools import pool_bytes
 from engine.errors import ConfigError
 from model.config import ModelConfig
-from model.released import K3
+from model.released import K3, KIMI_LINEAR_48B
 from model.state import StatePools
 from model.weights import Shard, all_specs, component_bytes, local_slices
 
@@ -243,3 +243,19 @@ def test_every_row_has_its_source() -> None:
 def test_the_planner_needs_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import cluster.planner"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "fits"), [("H100-80", 1, False), ("H100-80", 2, True), ("H100-80", 4, True), ("H100-80", 8, True), ("H200", 1, True)]
+)
+def test_kimi_linear_on_one_node(name: str, count: int, fits: bool) -> None:
+    """98.2 GB of weights: more than one accelerator of 80 GB, less than one of 141."""
+    planned = plan(KIMI_LINEAR_48B, name, ACCELERATORS[name], count, tp=None, workload=Workload())
+    assert planned.fits == fits
+    assert (planned.reason is None) == fits
+    if fits:
+        assert planned.live_sessions >= 19
+        assert planned.max_context == KIMI_LINEAR_48B.max_position_embeddings
+    else:
+        assert planned.reason is not None
+        assert "98 GB" in planned.reason

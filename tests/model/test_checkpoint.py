@@ -10,9 +10,9 @@ from safetensors import safe_open
 
 from cluster.weight_source import open_source
 from model.checkpoint import write_random_checkpoint
+from model.checkpoint_check import check_checkpoint
 from model.config import ModelConfig
 from model.safetensors_header import INDEX
-from model.weights import check_checkpoint
 
 SMALL = ModelConfig.tiny(num_layers=2, kda_layers=(0,), num_experts=4, num_experts_per_token=2, vocab_size=1024)
 

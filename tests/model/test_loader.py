@@ -15,10 +15,10 @@ from torch import Tensor
 from cluster.weight_source import open_source
 from deployments.load import build_runner
 from engine.errors import CheckpointError, ConfigError
+from model.checkpoint_check import check_checkpoint
 from model.config import ModelConfig
 from model.parallel import Mesh
 from model.safetensors_header import INDEX
-from model.weights import check_checkpoint
 from tests.model.golden import DATA
 
 FIRST = "model-00001-of-000002.safetensors"

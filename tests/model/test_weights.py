@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError
+from model.checkpoint_check import canonical_name
 from model.config import ModelConfig
 from model.released import K3
-from model.weights import Shard, all_specs, canonical_name, local_slices, split
+from model.weights import Shard, all_specs, local_slices, split
 from tests.model.golden import DATA
 
 
