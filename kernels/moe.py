@@ -75,6 +75,7 @@ def grouped_experts(
     w2_packed [E, D, F/2], w2_scale [E, D, F/32]: experts first_expert ... first_expert + E - 1 -> [T, D] fp32.
     """
     experts, twice, _ = w13_packed.shape
+    _check_choices(x, ids, weights)
     check_shape("w13_packed", w13_packed, None, twice, x.shape[1] // 2)
     check_shape("w2_packed", w2_packed, experts, x.shape[1], twice // 4)
     check_device(x, w13_packed=w13_packed, w2_packed=w2_packed)
@@ -102,11 +103,18 @@ def plain_experts(
 ) -> Tensor:
     """The same with matrices that are not packed: w13 [E, 2F, D] (gate rows, then up rows), w2 [E, D, F], in x's dtype."""
     experts, twice, _ = w13.shape
+    _check_choices(x, ids, weights)
     check_shape("w13", w13, None, twice, x.shape[1])
     check_shape("w2", w2, experts, x.shape[1], twice // 2)
     check_device(x, w13=w13, w2=w2)
     each = max(1, block_elements // max(1, w13[:1].numel()))
     return _grouped(x, ids, weights, lambda block: w13[block], lambda block: w2[block], experts, first_expert, beta, linear_beta, each)
+
+
+def _check_choices(x: Tensor, ids: Tensor, weights: Tensor) -> None:
+    check_shape("weights", weights, x.shape[0], None)
+    check_shape("ids", ids, *weights.shape)
+    check_device(x, ids=ids, weights=weights)
 
 
 def _grouped(
@@ -122,9 +130,6 @@ def _grouped(
     each: int,
 ) -> Tensor:
     """`each`: experts whose matrices are held at once."""
-    check_shape("weights", weights, x.shape[0], None)
-    check_shape("ids", ids, *weights.shape)
-    check_device(x, ids=ids, weights=weights)
     top_k = ids.shape[1]
     local = ids.flatten().long() - first_expert
     local = torch.where((local < 0) | (local >= experts), experts, local)  # elsewhere: sorted to the end
