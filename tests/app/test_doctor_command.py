@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 from typer.testing import CliRunner, Result
 
 from app.cli import cli
@@ -42,7 +44,7 @@ def told(result: Result) -> dict[str, list[dict[str, Any]]]:
 def url() -> Iterator[str]:
     """A server whose every reply is the same three ids."""
     edge = Edge(says(REPLY), keys=("secret",))
-    edge.api.add_api_route("/health", lambda: {"status": "ok"})
+    edge.api.router.routes.append(Route("/health", lambda request: JSONResponse({"status": "ok"})))
     with listening(edge) as base:
         yield f"{base}/v1"
 
