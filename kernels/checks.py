@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -10,6 +11,17 @@ def check_shape(name: str, tensor: Tensor, *shape: int | None) -> None:
     if tensor.ndim != len(shape) or any(want is not None and have != want for have, want in zip(tensor.shape, shape, strict=True)):
         wanted = ", ".join("*" if n is None else str(n) for n in shape)
         raise ValueError(f"{name}: shape {list(tensor.shape)}, expected [{wanted}]")
+
+
+def check_kda(tokens: int, heads: int, width: int, f: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor) -> None:
+    """What KDA's step and prefill take in common: gates of `tokens` rows, their parameters, states in fp32."""
+    check_shape("f", f, tokens, heads * width)
+    check_shape("b", b, tokens, heads)
+    check_shape("a_log", a_log, heads)
+    check_shape("dt_bias", dt_bias, heads * width)
+    check_shape("state", state, None, heads, width, width)
+    if state.dtype != torch.float32:
+        raise ValueError(f"state: {state.dtype}, expected torch.float32")
 
 
 def check_device(first: Tensor, **others: Tensor) -> None:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.experts import PackedExperts
+from kernels.target import fitting_stages
 
 # Two words of four codes each -> four pairs of values, times their scales. A code's exponent and mantissa at bits 8..6 of a bf16 with the
 # sign on top are its value times 2^-126, subnormal values included; the scale carries the 2^126.
@@ -379,7 +380,7 @@ def launch(
             OUT=outer,
             GATED=gated,
             BM=bm,
-            STAGES=stages,
+            STAGES=fitting_stages(stages),
             num_warps=warps,
             **options,
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import Backend, use_triton
-from kernels.checks import check_device, check_shape
+from kernels.checks import check_device, check_kda, check_shape
 from kernels.kda import kda_chunk, kda_gate
 
 
@@ -43,15 +43,9 @@ def kda_prefill(
     sequences = cu_seqlens.shape[0] - 1
     check_shape("k", k, tokens, heads, width)
     check_shape("v", v, tokens, heads, width)
-    check_shape("f", f, tokens, heads * width)
-    check_shape("b", b, tokens, heads)
-    check_shape("a_log", a_log, heads)
-    check_shape("dt_bias", dt_bias, heads * width)
-    check_shape("state", state, None, heads, width, width)
+    check_kda(tokens, heads, width, f, b, a_log, dt_bias, state)
     check_shape("read_slots", read_slots, sequences)
     check_shape("write_slots", write_slots, sequences)
-    if state.dtype != torch.float32:
-        raise ValueError(f"state: {state.dtype}, expected torch.float32")
     check_device(q, k=k, v=v, f=f, b=b, a_log=a_log, dt_bias=dt_bias, state=state)
     check_device(q, read_slots=read_slots, write_slots=write_slots, cu_seqlens=cu_seqlens)
     if lower_bound is not None and use_triton(backend, q, width):

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.target import fitting_stages, fp32_precision
+
 CHUNK = 32
 LOG2_E = tl.constexpr(1.4426950408889634)
 MAX_EXPONENT = 85.0  # exp of it is finite in fp32 and bf16
@@ -274,6 +276,7 @@ def _link(
     BV: tl.constexpr,
     NP: tl.constexpr,
     SEGMENT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """The state before every segment of a sequence: S^T <- S^T M^T + B^T, one segment after the other."""
     i_h, i_v, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -292,7 +295,7 @@ def _link(
         if first + i + 1 < after:
             b = tl.load(p_maps + i_ph * 2 * D * D + rows)
             m = tl.load(p_maps + i_ph * 2 * D * D + D * D + o_k[:, None] * D + o_k[None, :])
-            s = tl.dot(s, m, acc=b, input_precision="tf32x3")
+            s = tl.dot(s, m, acc=b, input_precision=PRECISION)
 
 
 def launch(
@@ -316,7 +319,7 @@ def launch(
 ) -> Tensor:
     """As `kernels.kda_prefill.kda_prefill`, which has checked the shapes. Raises `ValueError` for what these kernels do not cover.
 
-    bf16 inputs are multiplied in bf16 with fp32 sums; fp32 inputs in fp32 (tf32x3 products), for tests.
+    bf16 inputs are multiplied in bf16 with fp32 sums; fp32 inputs in fp32 (on NVIDIA tf32x3 products), for tests.
     """
     tokens, heads, width = q.shape
     sequences = cu_seqlens.shape[0] - 1
@@ -333,7 +336,7 @@ def launch(
     if f.stride(1) != 1 or b.stride(1) != 1 or not state[0].is_contiguous():
         raise ValueError("f and b need rows without gaps, state contiguous slots")
     dtype = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
-    precision = "tf32x3" if dtype == torch.float32 else None
+    precision = fp32_precision() if dtype == torch.float32 else None
     block_v = min(block_v, width)
     blocks = width // block_v
     if segment is None:
@@ -380,13 +383,24 @@ def launch(
     cuts = scratch(pieces, heads, width, width, dtype=torch.float32)
     inputs = (v, w, qd, kd, inverse, a, ends, o, state, read_slots, write_slots, cu_seqlens, maps, cuts)
     strides = (sequences, v.stride(0), state.stride(0))
-    options = {**sizes, "BV": block_v, "STAGES": stages, "PRECISION": precision, "num_warps": 4 if block_v <= 64 else 8}
+    options = {**sizes, "BV": block_v, "STAGES": fitting_stages(stages), "PRECISION": precision, "num_warps": 4 if block_v <= 64 else 8}
     if segment:
         per = segment // CHUNK
         _advance[(heads * 2 * blocks, pieces)](*inputs, *strides, **options, SEGMENT=per, MAPS=True)
         link = min(16, width)
         _link[(heads, width // link, sequences)](
-            state, read_slots, cu_seqlens, maps, cuts, sequences, state.stride(0), **sizes, BV=link, SEGMENT=per, num_warps=8
+            state,
+            read_slots,
+            cu_seqlens,
+            maps,
+            cuts,
+            sequences,
+            state.stride(0),
+            **sizes,
+            BV=link,
+            SEGMENT=per,
+            PRECISION=fp32_precision(),
+            num_warps=8,
         )
         _advance[(heads * blocks, pieces)](*inputs, *strides, **options, SEGMENT=per, MAPS=False)
     else:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import Backend, use_triton
-from kernels.checks import check_device, check_shape
+from kernels.checks import check_device, check_kda, check_shape
 from kernels.kda import kda_gate, kda_recurrent
 from kernels.norms import gated_rms_norm
 from kernels.short_conv import short_conv
@@ -45,15 +45,10 @@ def kda_step(
     check_shape("write_slots", write_slots, read_slots.shape[0], None)
     tokens, (heads,), width = slots[0] * slots[1], a_log.shape, norm_weight.shape[0]
     check_shape("qkv", qkv, tokens, 3 * heads * width)
-    check_shape("f", f, tokens, heads * width)
-    check_shape("b", b, tokens, heads)
+    check_kda(tokens, heads, width, f, b, a_log, dt_bias, state)
     check_shape("gate", gate, tokens, heads * width)
     check_shape("conv_weight", conv_weight, 3 * heads * width, 1, None)
-    check_shape("dt_bias", dt_bias, heads * width)
     check_shape("conv_state", conv_state, None, conv_weight.shape[-1] - 1, 3 * heads * width)
-    check_shape("state", state, None, heads, width, width)
-    if state.dtype != torch.float32:
-        raise ValueError(f"state: {state.dtype}, expected torch.float32")
     check_device(qkv, f=f, b=b, gate=gate, conv_state=conv_state, state=state, read_slots=read_slots, write_slots=write_slots)
     check_device(qkv, conv_weight=conv_weight, a_log=a_log, dt_bias=dt_bias, norm_weight=norm_weight)
     inputs = (qkv, f, b, gate, conv_weight, a_log, dt_bias, norm_weight, conv_state, state, read_slots, write_slots)

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.target import is_amd
+
 WIDTH = 4  # taps of K3's short convolution
 FEW = 264  # programs: up to two a multiprocessor, the registers of each may be many
 REGISTERS = 168  # three programs a multiprocessor at the price of a small spill: 3 % faster from there on (docs/log.md)
@@ -160,7 +162,7 @@ def launch(
             raise ValueError(f"{name}: stride {tensor.stride(-1)} along its last axis, expected 1")
     if not state[0].is_contiguous() or not write_slots.is_contiguous():
         raise ValueError("state: expected contiguous slots, and write_slots contiguous")
-    if registers is None and steps == 1 and heads * sequences > FEW and torch.version.hip is None:
+    if registers is None and steps == 1 and heads * sequences > FEW and not is_amd():
         registers = REGISTERS
     y = torch.empty(sequences * steps, heads * width, dtype=qkv.dtype, device=qkv.device)
     if sequences * steps:

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.target import fitting_stages, fp32_precision, is_amd
+
 LOG2_E = 1.4426950408889634
 PROGRAMS = 264  # enough to fill an H200 twice
 
@@ -120,7 +122,7 @@ def launch(
         if hopper.fits(query, latents, value_dim):
             splits = splits or hopper.splits_for(sequences, heads, capacity)
             return _merged(*hopper.launch(query, latents, page_tables, lengths, value_dim, scale * LOG2_E, splits), query.dtype)
-    bh, bs = block or ((16, 32) if heads <= 16 else (64, 64))
+    bh, bs = block or ((16, 32) if heads <= 16 else (64, 32 if is_amd() else 64))
     num_warps = num_warps or (4 if bh <= 32 else 8)
     blocks = triton.cdiv(heads, bh)
     if splits is None:
@@ -145,8 +147,8 @@ def launch(
         SPLITS=splits,
         BH=bh,
         BS=bs,
-        STAGES=stages,
-        PRECISION="tf32x3" if query.dtype == torch.float32 else None,
+        STAGES=fitting_stages(stages),
+        PRECISION=fp32_precision() if query.dtype == torch.float32 else None,
         num_warps=num_warps,
     )
     return _merged(parts, lse, query.dtype)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.target import fitting_stages, fp32_precision
+
 LOG2_E = 1.4426950408889634
 
 
@@ -172,8 +174,8 @@ def launch(
         DV=value,
         BM=bm,
         BN=bn,
-        STAGES=stages,
-        PRECISION="tf32x3" if query.dtype == torch.float32 else None,
+        STAGES=fitting_stages(stages),
+        PRECISION=fp32_precision() if query.dtype == torch.float32 else None,
         num_warps=num_warps,
     )
     return out

@@ -23,9 +23,12 @@ def poisoned(*shape: int, dtype: torch.dtype, device: torch.device | str) -> Ten
     return torch.full(shape, float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max, dtype=dtype, device=device)
 
 
-def fenced(tensor: Tensor, fence: int = 4096) -> Tensor:
-    """The same values in the middle of a larger NaN-filled buffer, so that a read past either end shows."""
-    buffer = poisoned(tensor.numel() + 2 * fence, dtype=tensor.dtype, device=tensor.device)
+def fenced(tensor: Tensor, fence: int = 4096, beyond: float = float("nan")) -> Tensor:
+    """The same values in the middle of a larger buffer filled with `beyond`, so that a read past either end shows.
+
+    NaN shows in sums, but a maximum passes over it: those need neighbours that are huge.
+    """
+    buffer = torch.full((tensor.numel() + 2 * fence,), beyond, dtype=tensor.dtype, device=tensor.device)
     inside = buffer[fence : fence + tensor.numel()].view(tensor.shape)
     inside.copy_(tensor)
     return inside

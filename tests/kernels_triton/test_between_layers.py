@@ -13,10 +13,11 @@ from kernels.linear import linear
 from kernels.testing import fenced, poisoned, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinities that are masked
+NAN, HUGE = float("nan"), 1e30
 
 
-def random(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return fenced(torch.randn(*shape, generator=generator, device=generator.device).to(dtype))
+def random(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32, beyond: float = NAN) -> Tensor:
+    return fenced(torch.randn(*shape, generator=generator, device=generator.device).to(dtype), beyond=beyond)
 
 
 def check_attn_res(generator: torch.Generator, sources: int, tokens: int, width: int, add: bool, dtype: torch.dtype, limit: float) -> None:
@@ -41,11 +42,11 @@ def test_attn_res_norm_k3(generator: torch.Generator, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(3, 24, 4), (1, 16, 1), pytest.param(300, 896, 16, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("renormalise", [True, False])
-def test_route(generator: torch.Generator, tokens: int, experts: int, top_k: int, renormalise: bool) -> None:
+@pytest.mark.parametrize(("renormalise", "beyond"), [(True, NAN), (False, HUGE)])
+def test_route(generator: torch.Generator, tokens: int, experts: int, top_k: int, renormalise: bool, beyond: float) -> None:
     from kernels.route_triton import launch as route
 
-    logits, bias = random(generator, tokens, experts), random(generator, experts) * 0.1
+    logits, bias = random(generator, tokens, experts, beyond=beyond), random(generator, experts, beyond=beyond)
     ids, weights = route(logits, bias, top_k, renormalise, 2.5)
     ids_ref, weights_ref = moe.route(logits, bias, top_k, renormalise, 2.5)
     assert torch.equal(ids, ids_ref)
@@ -69,10 +70,13 @@ def test_short_conv(generator: torch.Generator, lengths: list[int], channels: in
     assert torch.equal(*states)
 
 
-def check_mla(generator: torch.Generator, lengths: list[int], heads: int, value: int, rest: int, page: int, dtype: torch.dtype) -> float:
+def check_mla(
+    generator: torch.Generator, lengths: list[int], heads: int, value: int, rest: int, page: int, dtype: torch.dtype, beyond: float
+) -> float:
+    """`beyond` fills what no token has written: the rest of last pages, pages of nobody, what lies around the queries."""
     device = generator.device
     widest = max(1, *(-(-n // page) for n in lengths))
-    latents = poisoned(len(lengths) * widest + 1, page, value + rest, dtype=dtype, device=device)
+    latents = torch.full((len(lengths) * widest + 1, page, value + rest), beyond, dtype=dtype, device=device)
     order = torch.randperm(len(lengths) * widest, generator=generator, device=device) + 1
     tables = order.view(len(lengths), widest)
     for i, n in enumerate(lengths):
@@ -81,21 +85,25 @@ def check_mla(generator: torch.Generator, lengths: list[int], heads: int, value:
             latents[tables[i, s // page], :rows] = random(generator, rows, value + rest, dtype=dtype)
     from kernels.mla_decode_triton import launch as mla_decode
 
-    query, at = random(generator, len(lengths), heads, value + rest, dtype=dtype), torch.tensor(lengths, device=device)
+    query, at = random(generator, len(lengths), heads, value + rest, dtype=dtype, beyond=beyond), torch.tensor(lengths, device=device)
     result = mla_decode(query, latents, tables, at, value, 0.1)
     assert torch.equal(result, mla_decode(query, latents, tables, at, value, 0.1))
     assert relative_error(mla_decode(query, latents, tables, at, value, 0.1, splits=3), result) < 4e-3
-    return relative_error(result, mla.mla_decode(query.float(), latents.float(), tables, at, value, 0.1))
+    some = at > 0  # nothing to attend: the reference has no answer, the kernel says zeros
+    assert not result[~some].any()
+    return relative_error(result[some], mla.mla_decode(query[some].float(), latents.float(), tables[some], at[some], value, 0.1))
 
 
-def test_mla_decode(generator: torch.Generator) -> None:
-    assert check_mla(generator, [5, 40, 1], heads=3, value=32, rest=16, page=16, dtype=torch.float32) < 1e-5
+@pytest.mark.parametrize("beyond", [NAN, HUGE])
+def test_mla_decode(generator: torch.Generator, beyond: float) -> None:
+    assert check_mla(generator, [5, 0, 40, 1], heads=3, value=32, rest=16, page=16, dtype=torch.float32, beyond=beyond) < 1e-5
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("beyond", [NAN, HUGE])
 @pytest.mark.parametrize("heads", [12, 96])
-def test_mla_decode_k3(generator: torch.Generator, heads: int) -> None:
-    assert check_mla(generator, [1, 63, 64, 65, 1000, 4097], heads, 512, 64, 64, torch.bfloat16) < 4e-3
+def test_mla_decode_k3(generator: torch.Generator, heads: int, beyond: float) -> None:
+    assert check_mla(generator, [1, 0, 63, 64, 65, 1000, 4097], heads, 512, 64, 64, torch.bfloat16, beyond) < 4e-3
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,10 @@ def test_nobody_chose_a_local_expert(generator: torch.Generator) -> None:
     assert torch.equal(run(args, 4), torch.zeros(3, 128, device=generator.device))
 
 
+def test_no_tokens(generator: torch.Generator) -> None:
+    assert run(inputs(generator, 0, 1, 4, 2, width=128, inner=128, dtype=torch.float32), 4).shape == (0, 128)
+
+
 def test_refuses_scales_out_of_range(generator: torch.Generator) -> None:
     args = inputs(generator, 1, 1, 1, 1, width=128, inner=128, dtype=torch.float32)
     args["w13_scale"][0, 3, 1] = 129
