@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.experts import PackedExperts
-from kernels.target import fitting_stages
+from kernels.target import fitting_stages, is_amd
 
 # Two words of four codes each -> four pairs of values, times their scales. A code's exponent and mantissa at bits 8..6 of a bf16 with the
 # sign on top are its value times 2^-126, subnormal values included; the scale carries the 2^126.
@@ -336,7 +336,7 @@ def launch(
     tile = tile or tile_for(pairs, num_experts)
     width = tile.bn + tile.more
     bf16 = x.dtype == torch.bfloat16
-    ptx = bf16 and x.is_cuda and torch.version.hip is None if ptx is None else ptx
+    ptx = bf16 and x.is_cuda and not is_amd() if ptx is None else ptx
     tiles = pairs // width + min(experts, pairs)
 
     def integers(n: int) -> Tensor:

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.backend import held_whole
 from kernels.target import fitting_stages, fp32_precision
 
 CHUNK = 32
@@ -326,7 +327,7 @@ def launch(
     o = torch.empty(tokens, heads, width, dtype=v.dtype, device=v.device)
     if not sequences:
         return o
-    if width & (width - 1) or width < 16:
+    if not held_whole(width):
         raise ValueError(f"q: head width {width}, expected a power of two from 16")
     if not -MAX_EXPONENT <= lower_bound * (CHUNK // 2) <= 0:
         raise ValueError(f"lower_bound: {lower_bound}, expected {-MAX_EXPONENT / (CHUNK // 2)} ... 0")

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.backend import held_whole
 from kernels.target import is_amd
 
 WIDTH = 4  # taps of K3's short convolution
@@ -153,7 +154,7 @@ def launch(
 ) -> Tensor:
     """As `kernels.kda_step.kda_step`, which has checked the shapes. Raises `ValueError` for what this kernel does not cover."""
     (sequences, steps), heads, width = write_slots.shape, a_log.shape[0], norm_weight.shape[0]
-    if width & (width - 1) or width < 16:
+    if not held_whole(width):
         raise ValueError(f"norm_weight: head width {width}, expected a power of two from 16")
     if conv_weight.shape[-1] != WIDTH:
         raise ValueError(f"conv_weight: {conv_weight.shape[-1]} taps, expected {WIDTH}")

@@ -14,6 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.target import is_amd
+
 BH, BS, WARPS = 64, 64, 8
 PROCESSORS = 132  # a program fills one: its tiles take all of the shared memory
 _copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name until Triton 3.6
@@ -149,7 +151,7 @@ def fits(query: Tensor, latents: Tensor, value_dim: int) -> bool:
         and query.shape[1] > BH // 2
         and page % BS == 0
         and (value_dim, width - value_dim) == (512, 64)
-        and torch.version.hip is None
+        and not is_amd()
         and torch.cuda.get_device_capability(query.device)[0] == 9
     )
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.backend import held_whole
 from kernels.target import fitting_stages, fp32_precision, is_amd
 
 LOG2_E = 1.4426950408889634
@@ -109,7 +110,7 @@ def launch(
     """
     sequences, heads, width = query.shape
     rest = width - value_dim
-    if value_dim & (value_dim - 1) or rest & (rest - 1) or rest < 16 or value_dim < 16:
+    if not held_whole(value_dim, rest):
         raise ValueError(f"query: width {width} with {value_dim} of value, expected powers of two from 16 for both parts")
     if not sequences:
         return query.new_empty(0, heads, value_dim)

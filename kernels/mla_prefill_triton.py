@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.backend import held_whole
 from kernels.target import fitting_stages, fp32_precision
 
 LOG2_E = 1.4426950408889634
@@ -145,7 +146,7 @@ def launch(
     tokens, heads, width = query.shape
     shared = width - nope
     value = expanded.shape[2] - nope
-    if any(n < 16 or n & (n - 1) for n in (nope, shared, value)):
+    if not held_whole(nope, shared, value):
         raise ValueError(f"query: widths {nope} + {shared} and {value} of value, expected powers of two from 16")
     if query.stride(2) != 1 or expanded.stride(2) != 1 or shared_key.stride(1) != 1:
         raise ValueError("query, expanded and shared_key need rows without gaps")

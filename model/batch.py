@@ -53,6 +53,7 @@ class Batch:
     prefill_cu_seqlens: Tensor  # [R - num_decode + 1], from 0
     lengths: Tensor  # [R] tokens of each row after this step
     prefill_lengths: tuple[int, ...]  # the same of the rows of more than one token, on the host
+    prefill_cu_lengths: Tensor  # [R - num_decode + 1], from 0
     page_tables: Tensor  # [R, P]; entries past a row's pages are 0 and masked
     latent_places: Tensor  # [T] page * page_size + offset: where each token's latent goes
     rounds: tuple[Round, ...]
@@ -90,6 +91,7 @@ def build_batch(segments: Sequence[Segment], counts: Sequence[int], page_size: i
         prefill_cu_seqlens=tensor([0, *accumulate(len(s.tokens) for s in segments[num_decode:])]),
         lengths=tensor([s.stop for s in segments]),
         prefill_lengths=tuple(s.stop for s in segments[num_decode:]),
+        prefill_cu_lengths=tensor([0, *accumulate(s.stop for s in segments[num_decode:])]),
         page_tables=tensor([p for table in tables for p in table]).view(len(segments), width),
         latent_places=tensor(places),
         rounds=_rounds(segments, device),

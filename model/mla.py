@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -58,15 +57,22 @@ class MLA(nn.Module):
             mix = partial(mla_decode, page_tables=batch.page_tables[:n], lengths=batch.lengths[:n])
             parts.append(self._absorbed(q[:n], latents, mix))
         if n < batch.lengths.shape[0]:
-            tables, bounds = batch.page_tables[n:], batch.prefill_cu_seqlens
-            if use_triton("auto", q, self.nope, self.rope, self.value):
-                parts.append(self._expanded(q[n:], latents, tables, bounds, batch.prefill_lengths))
-            else:
-                mix = partial(mla_prefill, page_tables=tables, cu_seqlens=bounds, lengths=batch.lengths[n:])
-                parts.append(self._absorbed(q[n:], latents, mix))
+            expanded = use_triton("auto", q, self.nope, self.rope, self.value)
+            parts.append(self.prefill(q[n:], batch, latents, expanded=expanded))
         y = parts[0] if len(parts) == 1 else torch.cat([*parts, q.new_empty(0, self.heads * self.value)])
         y = sigmoid_gate(y.to(x.dtype), gate) if self.gated else y.to(x.dtype)
         return self.mesh.sum_tp(self.o_proj(y)).to(x.dtype)
+
+    def prefill(self, q: Tensor, batch: Batch, latents: Tensor, *, expanded: bool, held: int = EXPANDED) -> Tensor:
+        """q [T, heads, nope + shared] of the rows of more than one token -> [T, heads * value].
+
+        `expanded`: less arithmetic, and `held` values of memory at most (one head's at least).
+        """
+        n = batch.num_decode
+        if expanded:
+            return self._expanded(q, batch, latents, held)
+        tables, lengths = batch.page_tables[n:], batch.lengths[n:]
+        return self._absorbed(q, latents, partial(mla_prefill, page_tables=tables, cu_seqlens=batch.prefill_cu_seqlens, lengths=lengths))
 
     def _absorbed(self, q: Tensor, latents: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         """q [T, heads, nope + shared] against the latents themselves, the expansion moved into query and output -> [T, heads * value]."""
@@ -76,18 +82,18 @@ class MLA(nn.Module):
         mixed = attend(query, latents, value_dim=self.latent, scale=self.scale).to(q.dtype)  # [T, heads, latent]
         return torch.einsum("thc,hvc->thv", mixed, value).flatten(1)
 
-    def _expanded(self, q: Tensor, latents: Tensor, tables: Tensor, cu_queries: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The same with keys and values expanded, for some heads at a time so that they fit EXPANDED values."""
-        size = latents.shape[1]
-        rows = [latents[tables[i, : -(-n // size)]].flatten(0, 1)[:n] for i, n in enumerate(lengths)]
+    def _expanded(self, q: Tensor, batch: Batch, latents: Tensor, held: int) -> Tensor:
+        """The same with keys and values expanded, for as many heads at a time as `held` allows."""
+        size, tables = latents.shape[1], batch.page_tables[batch.num_decode :]
+        rows = [latents[tables[i, : -(-n // size)]].flatten(0, 1)[:n] for i, n in enumerate(batch.prefill_lengths)]
         context = rows[0] if len(rows) == 1 else torch.cat(rows)  # [S, latent + shared key]
-        cu_keys = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device=q.device)
         each = self.nope + self.value
-        heads = max(1, min(self.heads, EXPANDED // (context.shape[0] * each)))
+        heads = max(1, min(self.heads, held // (context.shape[0] * each)))
         out = q.new_empty(q.shape[0], self.heads, self.value)
         for first in range(0, self.heads, heads):
             own = slice(first, first + heads)
             weight = self.kv_b_proj.weight[first * each : (first + heads) * each]
             expanded = nn.functional.linear(context[:, : self.latent], weight).unflatten(1, (-1, each))
-            out[:, own] = mla_prefill_expanded(q[:, own], expanded, context[:, self.latent :], cu_queries, cu_keys, self.nope, self.scale)
+            bounds = (batch.prefill_cu_seqlens, batch.prefill_cu_lengths)
+            out[:, own] = mla_prefill_expanded(q[:, own], expanded, context[:, self.latent :], *bounds, self.nope, self.scale)
         return out.flatten(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import Tensor
@@ -57,20 +59,24 @@ def test_chunks(runner: ModelRunner, gold: Golden, prompt: str, chunk: int) -> N
     assert_states(runner, gold, prompt, row)
 
 
-def test_with_strangers(runner: ModelRunner, gold: Golden) -> None:
+def assert_tokens_beside_strangers(runner: ModelRunner, gold: Golden, chunks: Mapping[str, int], generated: int, turns: int) -> None:
     """All prompts in one batch, in chunks of different sizes, joining and leaving at different times."""
     planner = Planner()
-    rows = {prompt: planner.add(gold.prompt(prompt)) for prompt in PROMPTS}
-    chunks = dict(zip(PROMPTS, (1, 2, 7, 16, 33, 64, 50), strict=True))
-    for turn in range(GENERATED + 12):
+    rows = {prompt: planner.add(gold.prompt(prompt)) for prompt in chunks}
+    for turn in range(turns):
         for late, (prompt, row) in enumerate(rows.items()):
             left = row.known - row.computed
-            if turn >= late and row.known - len(gold.prompt(prompt)) < GENERATED:
+            if turn >= late and row.known - len(gold.prompt(prompt)) < generated:
                 planner.consume(row, min(chunks[prompt], left), Output.SAMPLE if left <= chunks[prompt] else Output.NONE)
         planner.flush()
     results = play(runner, planner)
     for prompt, row in rows.items():
         assert tokens_of(results, row) == gold.greedy(prompt), prompt
+
+
+def test_with_strangers(runner: ModelRunner, gold: Golden) -> None:
+    chunks = dict(zip(PROMPTS, (1, 2, 7, 16, 33, 64, 50), strict=True))
+    assert_tokens_beside_strangers(runner, gold, chunks, GENERATED, GENERATED + 12)
 
 
 def test_states_after_one_pass(runner: ModelRunner, gold: Golden) -> None:

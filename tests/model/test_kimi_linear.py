@@ -23,7 +23,7 @@ from model.weights import ELEMENT_BYTES, Shard, all_specs, component_bytes
 from tests.model.golden import STATE_TOLERANCE, Golden
 from tests.model.planning import Planned, Planner, logits_of, tokens_of
 from tests.model.processes import run_processes
-from tests.model.test_golden import assert_logits, play
+from tests.model.test_golden import assert_logits, assert_tokens_beside_strangers, play
 
 FOLDER = Path(__file__).resolve().parent.parent / "data" / "kimi-linear" / "kl-a"
 PROMPTS = ("p1", "p9", "p70", "p130")
@@ -76,18 +76,7 @@ def test_logits_states_and_tokens(runner: ModelRunner, gold: Golden, prompt: str
 
 
 def test_with_strangers(runner: ModelRunner, gold: Golden) -> None:
-    planner = Planner()
-    rows = {prompt: planner.add(gold.prompt(prompt)) for prompt in PROMPTS}
-    chunks = dict(zip(PROMPTS, (1, 2, 16, 50), strict=True))
-    for turn in range(GENERATED + 8):
-        for late, (prompt, row) in enumerate(rows.items()):
-            left = row.known - row.computed
-            if turn >= late and row.known - len(gold.prompt(prompt)) < GENERATED:
-                planner.consume(row, min(chunks[prompt], left), Output.SAMPLE if left <= chunks[prompt] else Output.NONE)
-        planner.flush()
-    results = play(runner, planner)
-    for prompt, row in rows.items():
-        assert tokens_of(results, row) == gold.greedy(prompt), prompt
+    assert_tokens_beside_strangers(runner, gold, dict(zip(PROMPTS, (1, 2, 16, 50), strict=True)), GENERATED, GENERATED + 8)
 
 
 def test_from_a_state_that_was_stored(runner: ModelRunner, gold: Golden) -> None:
